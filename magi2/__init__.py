@@ -1,0 +1,1 @@
+"""MAGI-2 Preview, an audio-video diffusion transformer, on `ulysses_comm`."""

@@ -1,0 +1,1 @@
+"""Ulysses sequence parallelism: exchanges, head shards and ranks inside one process."""
