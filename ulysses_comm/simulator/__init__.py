@@ -1,0 +1,1 @@
+"""The parts of the in-process simulator; `ulysses_comm.simulate` is the way in."""
