@@ -1,0 +1,54 @@
+"""What every layer needs to know about one request, worked out once before the first layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from magi2.modules.modality import ModalityOrder
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestPlan:
+    """The layout of one packed request on this rank.
+
+    Args:
+        order: Modality order of this rank's tokens.
+        rotary: (tokens, 6 * bands) float32 table of this rank's tokens, in packed order.
+        cu_seqlens: Ends of the packed sequences, over all ranks, from 0.
+    """
+
+    order: ModalityOrder
+    rotary: torch.Tensor
+    cu_seqlens: tuple[int, ...]
+
+
+def check_cu_seqlens(cu_seqlens: torch.Tensor | Sequence[int], num_tokens: int) -> tuple[int, ...]:
+    """Bring the sequence ends to the host.
+
+    Args:
+        cu_seqlens: Ends of the packed sequences: a vector of int32 or int64, or ints.
+        num_tokens: Tokens of all sequences together.
+
+    Raises:
+        ValueError: If they do not rise from 0 to num_tokens.
+    """
+    if isinstance(cu_seqlens, torch.Tensor):
+        if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+            raise ValueError(
+                f"cu_seqlens is {tuple(cu_seqlens.shape)} {cu_seqlens.dtype}: expected a vector of "
+                "int32 or int64."
+            )
+        ends = [int(end) for end in cu_seqlens.tolist()]
+    else:
+        ends = [int(end) for end in cu_seqlens]
+    rising = all(before <= after for before, after in pairwise(ends))
+    if len(ends) < 2 or ends[0] != 0 or ends[-1] != num_tokens or not rising:
+        raise ValueError(
+            f"cu_seqlens={ends} does not cover the tokens: expected numbers that start at 0, never "
+            f"fall, and end at {num_tokens}, the tokens of the packed input."
+        )
+    return tuple(ends)

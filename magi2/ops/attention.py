@@ -1,0 +1,84 @@
+"""Attention inside packed sequences, with learned sinks.
+
+Letters: T tokens, H query heads, G key/value heads, D channels of a head, K sinks of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+
+# Scores of one head that exist at a time, as float32: 4 MiB. Queries are worked off in blocks of
+# this budget over the sequence's length, so memory grows with the tokens and not with their
+# square, and a block's size (hence its rounding) does not depend on how many heads this rank has.
+_SCORES_PER_HEAD = 1 << 20
+
+
+def packed_attention_torch(
+    q_THD: torch.Tensor,
+    k_TGD: torch.Tensor,
+    v_TGD: torch.Tensor,
+    cu_seqlens: Sequence[int],
+    softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax attention inside each sequence, without a mask, nothing across sequences.
+
+    Args:
+        q_THD: (tokens, heads, head_dim).
+        k_TGD: (tokens, kv_heads, head_dim); query head h reads `h * kv_heads // heads`.
+        v_TGD: As k.
+        cu_seqlens: Ends of the sequences, from 0 to tokens; empty sequences are legal.
+        softcap: Scores become `softcap * tanh(score / softcap)`; zero or less for none.
+
+    Returns:
+        The attention, q's shape and dtype, computed in float32 and rounded once; and the natural
+        logarithm of each query's sum of exponentials, (tokens, heads) float32.
+    """
+    outs, lses = [q_THD[:0]], [q_THD.new_empty(0, q_THD.shape[1], dtype=torch.float32)]
+    for start, end in pairwise(cu_seqlens):
+        if start == end:
+            continue
+        keys, values = (_for_query_heads(x[start:end], q_THD.shape[1]) for x in (k_TGD, v_TGD))
+        for queries in q_THD[start:end].split(max(1, _SCORES_PER_HEAD // (end - start))):
+            out, lse = _attend(queries, keys, values, softcap)
+            outs.append(out)
+            lses.append(lse)
+    return torch.cat(outs), torch.cat(lses)
+
+
+def apply_sinks_torch(
+    out_THD: torch.Tensor, lse_TH: torch.Tensor, sinks_KH: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Let sink logits without values take their part of the softmax.
+
+    Args:
+        out_THD: Attention without sinks.
+        lse_TH: Its log-sum-exp, float32.
+        sinks_KH: (sinks, heads) float32 logits; neither scaled nor capped.
+
+    Returns:
+        The attention with sinks, in out's dtype (the weight stays float32 and the product is
+        rounded), and the log-sum-exp with sinks.
+    """
+    lse_with_sinks = torch.logaddexp(lse_TH, sinks_KH.logsumexp(dim=0))
+    weight = torch.exp(lse_TH - lse_with_sinks)
+    return (out_THD.float() * weight.unsqueeze(-1)).to(out_THD.dtype), lse_with_sinks
+
+
+def _for_query_heads(x_TGD: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """(heads, tokens, head_dim) float32: for each query head the key/value head that it reads."""
+    x = x_TGD.float().transpose(0, 1)
+    return x.repeat_interleave(num_heads // x.shape[0], dim=0)
+
+
+def _attend(
+    q_THD: torch.Tensor, k_HTD: torch.Tensor, v_HTD: torch.Tensor, softcap: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = q_THD.shape[-1] ** -0.5
+    scores = q_THD.float().transpose(0, 1) @ k_HTD.transpose(1, 2) * scale
+    if softcap > 0:
+        scores = softcap * torch.tanh(scores / softcap)
+    out = torch.softmax(scores, dim=-1) @ v_HTD
+    return out.transpose(0, 1).to(q_THD.dtype), torch.logsumexp(scores, dim=-1).transpose(0, 1)
