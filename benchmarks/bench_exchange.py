@@ -12,7 +12,6 @@ need no pack; the benchmark counts what that launches. Whole exchanges run on si
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,141 +23,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a bare 
 
 from benchmarks import harness
 from benchmarks.harness import Candidate, Row
+from benchmarks.packs import BF16, CHECKED, FP16, FP32, PLAIN_COPY, Layout, Pack
+from ulysses_comm import flatten_head_shards
 from ulysses_comm.copies import copy_head_shards, copy_head_shards_torch, explain_copy
-from ulysses_comm.head_shards import as_send_buffer, flatten_head_shards
-
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-CHECKED = "bits equal permute and concatenate, output poisoned before; in place by address"
-PLAIN_COPY = "a plain copy that reads and writes as many bytes, same run"
-
-
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """One pack: `tokens` of this rank, heads per rank and dtype of each input.
-
-    `sources` says where the inputs lie: "separate" tensors, "fused" slices of one projection's
-    output, or "heads first" in memory.
-    """
-
-    tokens: int
-    world_size: int
-    heads: tuple[int, ...] = (3, 3, 3)
-    dtypes: tuple[torch.dtype, ...] = (BF16, BF16, BF16)
-    head_dim: int = 128
-    sources: str = "separate"
-
-    @property
-    def dtype(self) -> torch.dtype:
-        dtype = self.dtypes[0]
-        for other in self.dtypes[1:]:
-            dtype = torch.promote_types(dtype, other)
-        return dtype
-
-    @property
-    def name(self) -> str:
-        heads = "+".join(map(str, self.heads))
-        where = "" if self.sources == "separate" else f", {self.sources}"
-        return f"{self.tokens} tokens, W {self.world_size}, {heads} heads{where}"
-
-    @property
-    def dtype_name(self) -> str:
-        names = [str(dtype).removeprefix("torch.") for dtype in self.dtypes]
-        return names[0] if len(set(names)) == 1 else "+".join(names)
-
-    @property
-    def shape(self) -> list[int]:
-        return [self.tokens, self.world_size, sum(self.heads), self.head_dim]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that a pack reads plus those that it writes."""
-        row = self.tokens * self.world_size * self.head_dim
-        pairs = zip(self.heads, self.dtypes, strict=True)
-        return sum(row * heads * (dtype.itemsize + self.dtype.itemsize) for heads, dtype in pairs)
-
-    def inputs(self, device: torch.device) -> list[torch.Tensor]:
-        """Head shards `[S, W, H_i, D]` of random inputs, lying as `sources` says."""
-        widths = [self.world_size * heads for heads in self.heads]
-        if self.sources == "fused":
-            shape = (self.tokens, sum(widths), self.head_dim)
-            whole = torch.randn(shape, device=device).to(self.dtypes[0])
-            tensors = list(whole.split(widths, dim=1))
-        elif self.sources == "heads first":
-            tensors = [
-                torch.randn((width, self.tokens, self.head_dim), device=device).to(dtype)
-                for width, dtype in zip(widths, self.dtypes, strict=True)
-            ]
-            tensors = [tensor.transpose(0, 1) for tensor in tensors]
-        else:
-            tensors = [
-                torch.randn((self.tokens, width, self.head_dim), device=device).to(dtype)
-                for width, dtype in zip(widths, self.dtypes, strict=True)
-            ]
-        pairs = zip(tensors, self.heads, strict=True)
-        return [tensor.unflatten(1, (self.world_size, heads)) for tensor, heads in pairs]
-
-
-class Pack:
-    """The inputs of a layout, a send buffer kept over calls, and the ways to fill one."""
-
-    def __init__(self, layout: Layout, device: torch.device) -> None:
-        self.layout = layout
-        self.device = device
-        self.inputs = layout.inputs(device)
-        self.send = self.empty()
-        self.views = self.split(self.send)
-        self.expected = self.permute_and_concatenate()
-
-    def empty(self) -> torch.Tensor:
-        tokens, world_size, heads, head_dim = self.layout.shape
-        shape = (world_size, tokens, heads, head_dim)
-        return torch.empty(shape, dtype=self.layout.dtype, device=self.device)
-
-    def split(self, send: torch.Tensor) -> list[torch.Tensor]:
-        return list(send.transpose(0, 1).split(list(self.layout.heads), dim=2))
-
-    def poison(self) -> None:
-        self.send.view(torch.uint8).fill_(0xA5)
-
-    def permute_and_concatenate(self, out: torch.Tensor | None = None) -> torch.Tensor:
-        permuted = [shard.permute(1, 0, 2, 3).contiguous() for shard in self.inputs]
-        return torch.cat(permuted, dim=2, out=out)
-
-    def candidate(self, name: str, run: Callable[[], torch.Tensor]) -> Candidate:
-        return Candidate(name, run, harness.expect_bits(self.expected), self.poison)
-
-    def kept(self, copy: Callable[..., None], **options: Any) -> Callable[[], torch.Tensor]:
-        def run() -> torch.Tensor:
-            copy(self.views, self.inputs, **options)
-            return self.send
-
-        return run
-
-    def fresh(self, copy: Callable[..., None]) -> Callable[[], torch.Tensor]:
-        def run() -> torch.Tensor:
-            send = self.empty()
-            copy(self.split(send), self.inputs)
-            return send
-
-        return run
-
-    def in_place(self) -> Candidate:
-        """What head shards that tile a send buffer cost: finding that out."""
-
-        def check(send: torch.Tensor | None) -> None:
-            assert send is not None, "the views were not recognised"
-            assert send.data_ptr() == self.send.data_ptr(), "the buffer was copied"
-
-        return Candidate(
-            "in place", lambda: as_send_buffer(self.views, self.layout.world_size), check
-        )
-
-    def plain_copy(self) -> Candidate:
-        """The floor: one contiguous copy of as many bytes."""
-        half = self.layout.nbytes // 4
-        source = torch.randint(-9999, 9999, (half,), dtype=torch.int16, device=self.device)
-        target = torch.empty_like(source)
-        return Candidate("plain copy", lambda: target.copy_(source), harness.expect_bits(source))
 
 
 def pack_row(layout: Layout, device: torch.device, rounds: int, *, kept: bool) -> Row:
@@ -332,72 +199,6 @@ def cases(device: torch.device) -> list[Layout]:
     ]
 
 
-def tune(device: torch.device, folder: Path, rounds: int) -> None:
-    """Time every way to cut the kernel on the layouts that matter; the best ones come first."""
-    from ulysses_comm.kernels.copies import DEFAULT_TILE, CopyTile, copy_head_shards_triton
-
-    tiles = [
-        CopyTile(tile_bytes, 2048, num_warps, ranks_first, convert_vec, policy)
-        for tile_bytes in (5000, 10000, 20000, 40000)
-        for num_warps in (2, 4, 8)
-        for ranks_first in (True, False)
-        for convert_vec in (4, 8)
-        for policy in ("", "evict_first")
-    ]
-    sweeps = [
-        Layout(3702, 8),
-        Layout(3702, 8, (2, 1, 1)),
-        Layout(3702, 8, (1, 3, 2)),
-        Layout(3702, 8, (3, 3, 3), (BF16, FP32, BF16)),
-    ]
-    with harness.Results("exchange-tune", device, folder) as results:
-        for layout in sweeps:
-            pack = Pack(layout, device)
-            # convert_vec only matters where a dtype changes.
-            chosen = [
-                tile
-                for tile in dict.fromkeys([DEFAULT_TILE, *tiles])
-                if tile.convert_vec == DEFAULT_TILE.convert_vec or len(set(layout.dtypes)) > 1
-            ]
-            ways = [
-                pack.candidate(_tile_name(tile), pack.kept(copy_head_shards_triton, tile=tile))
-                for tile in chosen
-            ]
-            row = harness.run_case(
-                "exchange-tune",
-                f"pack, {layout.name}",
-                device=device,
-                dtype=layout.dtype_name,
-                shape=layout.shape,
-                nbytes=layout.nbytes,
-                ours=ways[0],
-                baselines=ways[1:],
-                floor=pack.plain_copy(),
-                floor_is=PLAIN_COPY,
-                checked=CHECKED,
-                rounds=rounds,
-            )
-            results.add(row)
-            _print_best(row, ways[0].name)
-
-
-def _tile_name(tile: tuple[Any, ...]) -> str:
-    return " ".join(map(str, tile)) or "-"
-
-
-def _print_best(row: Row, default: str) -> None:
-    floor = row.floor_us or float("nan")
-    ranked = sorted(
-        [(row.ours_us, f"{default} (default)")] + [(v, k) for k, v in row.baselines.items()]
-    )
-    chosen = ranked[:8] + [entry for entry in ranked[8:] if entry[1].endswith("(default)")]
-    harness.print_table(
-        f"{row.case}, {row.dtype}: plain copy {floor:.2f} us; slowest {ranked[-1][0]:.2f} us",
-        ["tile_bytes max_block warps ranks_first convert_vec policy", "us", "x plain copy"],
-        [[name, f"{us:.2f}", f"{us / floor:.3f}"] for us, name in chosen],
-    )
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -412,6 +213,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     on_gpu = device.type == "cuda"
     rounds = options.rounds or (50 if on_gpu else 20)
     if options.tune:
+        # Not imported above: it needs Triton.
+        from benchmarks.tune_copies import tune
+
         tune(device, options.out, rounds)
         return
     layouts = cases(device)
@@ -425,6 +229,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             results.add(output_row(layout, device, rounds))
         if on_gpu:
             results.add(host_row(Layout(63, 8), device, 4 * rounds))
+        else:
+            # Simulated ranks take turns on the host, which would be all that a GPU shows.
+            from benchmarks.worlds import output_exchange_row, qkv_exchange_row
+
+            for world_size in (2, 4, 8):
+                layout = Layout(1024, world_size, (24 // world_size,) * 3)
+                results.add(qkv_exchange_row(layout, device, rounds))
+                results.add(output_exchange_row(layout, device, rounds))
         harness.print_table(
             f"exchange on {harness.device_name(device)}, medians of {rounds}",
             *harness.table_of(results.rows),

@@ -224,7 +224,7 @@ def table_of(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """Header and cells: ours, its ratio to the floor, and every baseline with base / ours."""
     names = list(dict.fromkeys(name for row in rows for name in row.baselines))
     header = ["case", "dtype", "MB", "ours us", "floor us", "ours/floor"]
-    header += [f"{name} us (x ours)" for name in names]
+    header += [f"{name}\nus (x ours)" for name in names]
     cells = []
     for row in rows:
         line = [row.case, row.dtype, f"{row.bytes / 1e6:.1f}", f"{row.ours_us:.1f}"]
@@ -246,13 +246,14 @@ def print_table(title: str, header: Sequence[str], cells: Sequence[Sequence[str]
         from rich.table import Table
     except ImportError:
         print(title)
-        widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
-        for line in (header, *cells):
+        lines = [[name.replace("\n", " ") for name in header], *cells]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        for line in lines:
             print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)))
         return
     table = Table(title=title, title_justify="left")
     for index, name in enumerate(header):
-        table.add_column(name, justify="left" if index < 2 else "right", no_wrap=index < 2)
+        table.add_column(name, justify="left" if index < 2 else "right", no_wrap=True)
     for line in cells:
         table.add_row(*line)
     # A pipe has no width of its own: this many columns keep a row on one line.

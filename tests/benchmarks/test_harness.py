@@ -139,7 +139,7 @@ def test_table_gives_ratios_in_one_direction() -> None:
     )
     other = dataclasses.replace(row, floor_us=None, baselines={"else": 5.0})
     header, cells = harness.table_of([row, other])
-    assert header[-2:] == ["base us (x ours)", "else us (x ours)"]
+    assert header[-2:] == ["base\nus (x ours)", "else\nus (x ours)"]
     assert cells[0][2:] == ["5.0", "10.0", "8.0", "1.250", "25.0 (2.50x)", ""]
     assert cells[1][4:] == ["-", "-", "", "5.0 (0.50x)"]
 
