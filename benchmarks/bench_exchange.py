@@ -219,7 +219,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         tune(device, options.out, rounds)
         return
     layouts = cases(device)
-    print_launches(layouts[0], device)
     with harness.Results("exchange", device, options.out) as results:
         for layout in layouts:
             results.add(pack_row(layout, device, rounds, kept=True))
@@ -242,6 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             *harness.table_of(results.rows),
         )
         print(f"written to {results.path}")
+    print_launches(layouts[0], device)
 
 
 if __name__ == "__main__":

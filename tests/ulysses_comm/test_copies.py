@@ -90,8 +90,8 @@ def test_backend_triton_serves_cpu_tensors_under_the_interpreter_only() -> None:
     )
     automatic, five, strided = out.strip().splitlines()
     assert automatic.startswith("torch, one copy per pair: the tensors are on cpu")
-    assert five == "2 launches: the dense kernel for 4 pairs, the dense kernel for 1 pairs"
-    assert strided == "1 launch: the strided kernel for 1 pairs"
+    assert five == "2 launches: the dense kernel for 4 pairs, the dense kernel for 1 pair"
+    assert strided == "1 launch: the strided kernel for 1 pair"
 
 
 @needs_triton
@@ -219,7 +219,7 @@ def test_both_forms_equal_a_copy_of_every_shard_on_a_gpu(case: Case, backend: st
 def test_auto_takes_triton_on_a_gpu_and_says_why_not() -> None:
     source = torch.randn(4, 2, 3, 8, device="cuda")
     to = torch.empty_like(source)
-    assert explain_copy([to], [source]) == "triton, 1 launch: the dense kernel for 1 pairs"
+    assert explain_copy([to], [source]) == "triton, 1 launch: the dense kernel for 1 pair"
     assert "float32 to torch.bfloat16" in explain_copy([to.bfloat16()], [source])
     assert "autograd" in explain_copy([to], [source.clone().requires_grad_()])
     assert "conjugate" in explain_copy([to.cfloat()], [source.cfloat()])

@@ -21,6 +21,7 @@ Equal dtypes move as integers of up to 8 bytes, in groups of VEC words that make
 every bit survives. bfloat16 widens to float32 by a shift, which also keeps every bit of a NaN.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -163,21 +164,27 @@ def copy_head_shards_kernel(
         store_words(destination3, to3, value3, mask3, WORD3)
 
 
-_Tensors = tuple[torch.Tensor, torch.Tensor]  # source, destination
+_Pair = tuple[torch.Tensor, torch.Tensor]  # source, destination
 
 
-class _Pair(NamedTuple):
-    """One pair as the dense kernel takes it; strides and width as explained at `_dense`."""
+class _Layout(NamedTuple):
+    """All that a plan depends on, for one pair."""
 
-    source: torch.Tensor
-    destination: torch.Tensor
-    source_token: int
-    source_rank: int
-    destination_token: int
-    destination_rank: int
-    width: int
-    vec: int
-    word: int
+    shape: tuple[int, ...]
+    source_strides: tuple[int, ...]
+    destination_strides: tuple[int, ...]
+    source_dtype: torch.dtype
+    destination_dtype: torch.dtype
+    address: int  # both addresses or-ed, modulo 16
+
+
+class _Launch(NamedTuple):
+    """One launch but for its tensors, which come before the strides of their place."""
+
+    dense: bool
+    programs: int
+    strides: list[tuple[int, ...]]
+    constants: tuple[object, ...]
 
 
 def copy_head_shards_triton(
@@ -199,46 +206,37 @@ def copy_head_shards_triton(
     memory on both sides go through the fast kernel; any other stride in any pair of a launch
     sends that launch through the strided one.
     """
+    batches = _batches(destinations, sources)
+    if not batches:
+        return
+    device = destinations[0].device
+    if device.type == "cpu":
+        _launch_all(batches, tile)
+        return
+    # Triton launches on the current device, whatever device its arguments are on.
+    with torch.get_device_module(device).device(device):
+        _launch_all(batches, tile)
+
+
+def describe_launches(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> str:
+    """Which kernels `copy_head_shards_triton` launches for this copy, in words."""
+    launches = []
+    for batch in _batches(destinations, sources):
+        kind = "dense" if _plan(_layouts(batch), DEFAULT_TILE).dense else "strided"
+        launches.append(f"the {kind} kernel for {len(batch)} pair{'s' * (len(batch) > 1)}")
+    return f"{len(launches)} launch{'es' * (len(launches) > 1)}: {', '.join(launches)}"
+
+
+def _batches(
+    destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
+) -> list[list[_Pair]]:
+    """The pairs that hold anything, as many together as one launch takes."""
     pairs = [
         (_pointer_like(source), _pointer_like(destination))
         for destination, source in zip(destinations, sources, strict=True)
         if destination.numel()
     ]
-    if not pairs:
-        return
-    device = pairs[0][1].device
-    if device.type == "cpu":
-        _launch_all(pairs, tile)
-        return
-    # Triton launches on the current device, whatever device its arguments are on.
-    with torch.get_device_module(device).device(device):
-        _launch_all(pairs, tile)
-
-
-def describe_launches(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> str:
-    """Which kernels `copy_head_shards_triton` launches for this copy, in words."""
-    pairs = [pair for pair in zip(sources, destinations, strict=True) if pair[1].numel()]
-    launches = [
-        f"the {'dense' if _is_dense(batch) else 'strided'} kernel for {len(batch)} pairs"
-        for batch in _batches(pairs)
-    ]
-    return f"{len(launches)} launches: {', '.join(launches)}".replace("1 launches", "1 launch")
-
-
-def _batches(pairs: list[_Tensors]) -> list[list[_Tensors]]:
     return [pairs[start : start + MAX_PAIRS] for start in range(0, len(pairs), MAX_PAIRS)]
-
-
-def _launch_all(pairs: list[_Tensors], tile: CopyTile) -> None:
-    for batch in _batches(pairs):
-        if _is_dense(batch):
-            _launch_dense([_plan(*pair, tile) for pair in batch], tile)
-        else:
-            _launch_strided(batch, tile)
-
-
-def _is_dense(batch: list[_Tensors]) -> bool:
-    return all(_is_chunked(tensor) for pair in batch for tensor in pair)
 
 
 def _pointer_like(tensor: torch.Tensor) -> torch.Tensor:
@@ -248,24 +246,89 @@ def _pointer_like(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(_INTEGERS[tensor.element_size()])
 
 
-def _is_chunked(tensor: torch.Tensor) -> bool:
-    """Whether `[t, d]` is one run of `H * D` adjacent elements."""
-    _, _, num_heads, head_dim = tensor.shape
-    _, _, head_stride, dim_stride = tensor.stride()
-    return (head_dim == 1 or dim_stride == 1) and (num_heads == 1 or head_stride == head_dim)
+def _launch_all(batches: list[list[_Pair]], tile: CopyTile) -> None:
+    for batch in batches:
+        launch = _plan(_layouts(batch), tile)
+        arguments: list[object] = []
+        for place, strides in enumerate(launch.strides):
+            # Places without a pair repeat the first one; PAIRS keeps the kernel away from them.
+            arguments += batch[place] if place < len(batch) else batch[0]
+            arguments += strides
+        kernel = copy_head_shards_kernel if launch.dense else copy_strided_head_shards_kernel
+        kernel[(launch.programs,)](*arguments, *launch.constants, num_warps=tile.num_warps)
 
 
-def _plan(source: torch.Tensor, destination: torch.Tensor, tile: CopyTile) -> _Pair:
-    """Choose the widest words that every address of the pair allows."""
-    _, _, num_heads, head_dim = source.shape
-    chunk = num_heads * head_dim
-    source_token, source_rank, _, _ = source.stride()
-    destination_token, destination_rank, _, _ = destination.stride()
+def _layouts(batch: list[_Pair]) -> tuple[_Layout, ...]:
+    return tuple(
+        _Layout(
+            source.shape,
+            source.stride(),
+            destination.stride(),
+            source.dtype,
+            destination.dtype,
+            (source.data_ptr() | destination.data_ptr()) & 15,
+        )
+        for source, destination in batch
+    )
+
+
+# Cached because at small sizes the host is what a copy waits for.
+@functools.lru_cache(maxsize=1024)
+def _plan(layouts: tuple[_Layout, ...], tile: CopyTile) -> _Launch:
+    """Choose the kernel, the words and the cut for pairs of these layouts."""
+    num_tokens, world_size, _, _ = layouts[0].shape
+    dense = all(map(_is_dense, layouts))
+    places = [(_dense_place if dense else _strided_place)(layout, tile) for layout in layouts]
+    row_bytes = sum(
+        layout.shape[2] * layout.shape[3] * layout.destination_dtype.itemsize for layout in layouts
+    )
+    # The largest power of two of tokens that stores no more than the goal.
+    rows = 1 << (max(1, tile.tile_bytes // row_bytes).bit_length() - 1)
+    lanes = [rows * width for _, width, _ in places]
+    blocks = [min(1 << (count - 1).bit_length(), tile.max_block) for count in lanes]
+    # Tiles whose chunks are longer than a block are cut into parts, one program each.
+    parts = max(-(-count // block) for count, block in zip(lanes, blocks, strict=True))
+    shapes: list[int] = []
+    for place in range(MAX_PAIRS):
+        used = place < len(places)
+        shapes += (*places[place if used else 0][2], blocks[place] if used else 1)
+    return _Launch(
+        dense,
+        -(-num_tokens // rows) * world_size * parts,
+        [places[place if place < len(places) else 0][0] for place in range(MAX_PAIRS)],
+        (
+            num_tokens,
+            world_size,
+            *shapes,
+            len(places),
+            rows,
+            parts,
+            tile.ranks_first,
+            tile.load_policy,
+        ),
+    )
+
+
+def _is_dense(layout: _Layout) -> bool:
+    """Whether `[t, d]` is one run of `H * D` adjacent elements on both sides."""
+    _, _, num_heads, head_dim = layout.shape
+    return all(
+        (head_dim == 1 or strides[3] == 1) and (num_heads == 1 or strides[2] == head_dim)
+        for strides in (layout.source_strides, layout.destination_strides)
+    )
+
+
+def _dense_place(layout: _Layout, tile: CopyTile) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
+    """Strides, width and (WIDTH, VEC, WORD): the widest words that every address allows."""
+    chunk = layout.shape[2] * layout.shape[3]
+    strides = (*layout.source_strides[:2], *layout.destination_strides[:2])
     # The lowest bit set in any of these is the largest power of two that divides all of them.
-    steps = chunk | source_token | source_rank | destination_token | destination_rank
-    if source.dtype == destination.dtype:
-        itemsize = source.element_size()
-        addresses = steps * itemsize | source.data_ptr() | destination.data_ptr()
+    steps = chunk
+    for stride in strides:
+        steps |= stride
+    if layout.source_dtype == layout.destination_dtype:
+        itemsize = layout.source_dtype.itemsize
+        addresses = steps * itemsize | layout.address
         group = min(addresses & -addresses, 16)
         word = min(group, 8)
         vec, width = group // word, chunk * itemsize // word
@@ -273,79 +336,15 @@ def _plan(source: torch.Tensor, destination: torch.Tensor, tile: CopyTile) -> _P
         itemsize, word = 1, 0
         group = vec = min(steps & -steps, tile.convert_vec)
         width = chunk
-    return _Pair(
-        source,
-        destination,
-        source_token * itemsize // group,
-        source_rank * itemsize // group,
-        destination_token * itemsize // group,
-        destination_rank * itemsize // group,
-        width,
-        vec,
-        word,
-    )
+    # In groups of VEC words, so that the kernel's multiplication by VEC shows the alignment.
+    in_groups = tuple(stride * itemsize // group for stride in strides)
+    return in_groups, width, (width, vec, word)
 
 
-def _rows(pairs: Sequence[tuple[torch.Tensor, ...]], tile: CopyTile) -> int:
-    """Tokens per program: the largest power of two that stores no more than the goal."""
-    row_bytes = sum(pair[1].shape[2] * pair[1].shape[3] * pair[1].element_size() for pair in pairs)
-    return 1 << (max(1, tile.tile_bytes // row_bytes).bit_length() - 1)
-
-
-def _blocks(widths: list[int], rows: int, tile: CopyTile) -> tuple[list[int], int]:
-    """Lanes per pair, and the parts into which the tiles must be cut to fit them."""
-    blocks = [min(1 << (rows * width - 1).bit_length(), tile.max_block) for width in widths]
-    parts = max(-(-rows * width // block) for width, block in zip(widths, blocks, strict=True))
-    return blocks, parts
-
-
-def _launch_dense(pairs: list[_Pair], tile: CopyTile) -> None:
-    num_tokens, world_size, _, _ = pairs[0].source.shape
-    rows = _rows(pairs, tile)
-    blocks, parts = _blocks([pair.width for pair in pairs], rows, tile)
-    arguments: list[object] = []
-    shapes: list[int] = []
-    for i in range(MAX_PAIRS):
-        # Places without a pair repeat the first one; PAIRS keeps the kernel away from them.
-        pair = pairs[i] if i < len(pairs) else pairs[0]
-        arguments += pair[:6]
-        shapes += (*pair[6:], blocks[i] if i < len(pairs) else 1)
-    copy_head_shards_kernel[(-(-num_tokens // rows) * world_size * parts,)](
-        *arguments,
-        num_tokens,
-        world_size,
-        *shapes,
-        len(pairs),
-        rows,
-        parts,
-        tile.ranks_first,
-        tile.load_policy,
-        num_warps=tile.num_warps,
-    )
-
-
-def _launch_strided(pairs: list[_Tensors], tile: CopyTile) -> None:
-    num_tokens, world_size, _, _ = pairs[0][0].shape
-    rows = _rows(pairs, tile)
-    widths = [source.shape[2] * source.shape[3] for source, _ in pairs]
-    blocks, parts = _blocks(widths, rows, tile)
-    arguments: list[object] = []
-    shapes: list[int] = []
-    for i in range(MAX_PAIRS):
-        source, destination = pairs[i] if i < len(pairs) else pairs[0]
-        arguments += (source, destination, *source.stride(), *destination.stride())
-        word = source.element_size() if source.dtype == destination.dtype else 0
-        _, _, num_heads, head_dim = source.shape
-        shapes += (num_heads, head_dim, word, blocks[i] if i < len(pairs) else 1)
-    copy_strided_head_shards_kernel[(-(-num_tokens // rows) * world_size * parts,)](
-        *arguments,
-        num_tokens,
-        world_size,
-        *shapes,
-        len(pairs),
-        rows,
-        parts,
-        tile.ranks_first,
-        tile.load_policy,
-        num_warps=tile.num_warps,
-    )
+def _strided_place(layout: _Layout, tile: CopyTile) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
+    """Strides, width and (HEADS, DIM, WORD), all in elements."""
+    _, _, num_heads, head_dim = layout.shape
+    same = layout.source_dtype == layout.destination_dtype
+    word = layout.source_dtype.itemsize if same else 0
+    strides = (*layout.source_strides, *layout.destination_strides)
+    return strides, num_heads * head_dim, (num_heads, head_dim, word)
