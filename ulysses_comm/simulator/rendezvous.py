@@ -3,44 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from ulysses_comm.simulator.errors import AsyncMisuseError, MismatchError
-from ulysses_comm.simulator.scheduler import Scheduler
-from ulysses_comm.simulator.traffic import CollectiveRecord, RankCall, SentBuffer, Traffic
-
-
-class Recorder:
-    """Collects the traffic of one simulation."""
-
-    def __init__(self, world_size: int, *, digests: bool) -> None:
-        self.traffic = Traffic(world_size)
-        self.digests = digests
-        self._pending_copies = [0] * world_size
-        self._last_calls: list[RankCall | None] = [None] * world_size
-
-    def record_call(
-        self, record: CollectiveRecord, rank: int, sends: Sequence[torch.Tensor], async_op: bool
-    ) -> RankCall:
-        """Book one rank's part in a collective."""
-        buffers = tuple(SentBuffer.of(tensor, digest=self.digests) for tensor in sends)
-        call = RankCall(rank, buffers, async_op, self._pending_copies[rank])
-        self._pending_copies[rank] = 0
-        self._last_calls[rank] = call
-        record.calls.append(call)
-        return call
-
-    def record_copied_bytes(self, rank: int, nbytes: int, *, after: bool) -> None:
-        """Book payload bytes copied outside the collective on the next or the last one."""
-        last = self._last_calls[rank]
-        if after and last is not None:
-            last.copied_bytes += nbytes
-        else:
-            self._pending_copies[rank] += nbytes
+from ulysses_comm.simulator import streams
+from ulysses_comm.simulator.buffers import WatchedBuffer, take_over
+from ulysses_comm.simulator.errors import AsyncMisuseError, MismatchError, SimulationError
+from ulysses_comm.simulator.recorder import Recorder
+from ulysses_comm.simulator.scheduler import Scheduler, location_of_caller
+from ulysses_comm.simulator.traffic import CollectiveRecord
 
 
 @dataclass(slots=True)
@@ -52,10 +25,15 @@ class Call:
         facts: What all ranks must agree about, in the order of `Operation.facts`.
         sends: Tensors that are read.
         receives: Tensors that are written.
-        targets: Where the operation writes for each of `receives`: the tensor itself, or a stand-in
-            if the rank has not called `wait()` yet.
         extra: Further arguments, for the operation.
         async_op: Whether the rank goes on before the collective is done.
+        targets: Where the operation writes for each of `receives`: the tensor itself, or a stand-in
+            while the rank has not called `wait()` yet.
+        staged: Whether the targets are stand-ins.
+        waiting: Whether the rank stands in `wait()`.
+        watched: Buffers that the rank must not touch before `wait()`.
+        marks: Where the rank's GPU streams stood when it made the call.
+        location: Where an asynchronous call was made.
     """
 
     rank: int
@@ -64,36 +42,58 @@ class Call:
     receives: list[torch.Tensor]
     extra: Any = None
     async_op: bool = False
-    targets: list[torch.Tensor] | None = None
+    targets: list[torch.Tensor] = field(default_factory=list)
+    staged: bool = False
     waiting: bool = False
-    send_versions: list[int | None] | None = None
-    receive_versions: list[int | None] | None = None
+    watched: list[WatchedBuffer] = field(default_factory=list)
+    marks: streams.Marks = field(default_factory=list)
+    location: str = ""
+
+    def prepare_targets(self) -> None:
+        """Choose where the result goes; nothing is seen of it before `wait()`."""
+        self.staged = self.async_op and not self.waiting
+        if self.staged:
+            self.targets = [torch.empty_like(receive) for receive in self.receives]
+        else:
+            self.targets = [receive.detach() for receive in self.receives]
+
+    def deliver(self) -> None:
+        """Copy a result that was kept back into the rank's own buffers."""
+        if self.staged:
+            with torch.inference_mode():
+                for receive, target in zip(self.receives, self.targets, strict=True):
+                    receive.detach().copy_(target)
+                    streams.keep_for_current_stream(target)
+        self.targets = []
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Operation:
     """A kind of collective.
 
     Attributes:
         name: Name of the torch.distributed function.
         facts: Names of what all ranks must agree about.
-        check: Raises if the calls, in rank order, contradict each other.
-        move: Moves the data from `sends` to `targets`.
-        sent: Bytes from each rank to each rank.
+        move: Moves the data from the `sends` to the `targets` of the calls, in rank order.
+        sent: Bytes from each group rank to each group rank.
+        disagreements: Finds what no single call can tell: for each contradiction between calls,
+            a line that names the ranks and both values. Gets the calls and the ranks' names.
     """
 
     name: str
     facts: tuple[str, ...]
-    check: Callable[[Sequence[Call], str, Sequence[int]], None]
     move: Callable[[Sequence[Call]], None]
     sent: Callable[[Sequence[Call]], list[list[int]]]
+    disagreements: Callable[[Sequence[Call], Sequence[int]], list[str]] | None = None
 
 
 class Group:
     """What the ranks of one group share.
 
-    Attributes:
-        name: The name by which reports call it.
+    Args:
+        scheduler: Runs the ranks.
+        recorder: Books their traffic.
+        name: The name by which reports call the group.
         ranks: Its ranks in the simulated world, in group order.
     """
 
@@ -109,32 +109,64 @@ class Group:
         self._meetings: dict[int, Meeting] = {}
 
     def __str__(self) -> str:
-        return f"group {self.name!r} (ranks {_ranges(self.ranks)})"
+        return f"group {self.name!r} (ranks {ranges(self.ranks)})"
 
-    def issue(self, operation: Operation, call: Call) -> CollectiveWork:
-        """Enter a rank's call; wait for its end unless it is asynchronous."""
+    def enter(self, call: Call) -> None:
+        """Check that a rank may communicate now, and protect the buffers of an async call."""
         rank = self.ranks[call.rank]
         self.scheduler.require_current(rank)
         self.scheduler.raise_if_failed()
         self.scheduler.note_progress()
+        if call.async_op:
+            call.location = location_of_caller()
+
+    def protect(self, call: Call) -> None:
+        """Hide the result of an asynchronous call until `wait()`; remember its GPU streams."""
+        if call.async_op:
+            call.watched = take_over(call.sends, call.receives, digests=self.recorder.digests)
+        call.marks = streams.mark([*call.sends, *call.receives])
+
+    def meet(self, operation: Operation, call: Call) -> Meeting:
+        """Take a rank's call to the collective that it belongs to; the last one moves the data.
+
+        Raises:
+            MismatchError: If the ranks contradict each other.
+            AsyncMisuseError: If a rank wrote a buffer of an asynchronous call too early.
+        """
+        self.enter(call)
         index = self._next_index[call.rank]
         self._next_index[call.rank] = index + 1
         meeting = self._meetings.get(index)
         if meeting is None:
             meeting = self._meetings[index] = Meeting(self, operation, index)
             self.recorder.traffic.append(meeting.record)
-        work = CollectiveWork(meeting, call)
-        try:
+        with self.failing_on_error(call):
             meeting.arrive(operation, call)
             if len(meeting.calls) == self.size:
                 del self._meetings[index]
                 meeting.complete()
-        except (MismatchError, AsyncMisuseError) as error:
-            self.scheduler.fail(error, rank)
-            raise
-        if not call.async_op:
-            work.wait()
-        return work
+        return meeting
+
+    def calls_so_far(self, rank: int) -> int:
+        """Number of collectives that a rank of the group has issued."""
+        return self._next_index[rank]
+
+    def failing_on_error(self, call: Call) -> _FailingOnError:
+        """End the whole run if ranks turn out to disagree; bad arguments only concern one rank."""
+        return _FailingOnError(self.scheduler, self.ranks[call.rank])
+
+
+class _FailingOnError:
+    def __init__(self, scheduler: Scheduler, rank: int) -> None:
+        self._scheduler = scheduler
+        self._rank = rank
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, SimulationError):
+            self._scheduler.fail(error, self._rank)
 
 
 class Meeting:
@@ -146,6 +178,7 @@ class Meeting:
         self.index = index
         self.done = False
         self.calls: dict[int, Call] = {}
+        self.marks: streams.Marks = []
         self.record = CollectiveRecord(operation.name, group.name, group.ranks, index)
 
     @property
@@ -158,49 +191,66 @@ class Meeting:
         ranks = self.group.ranks
         arrived = [ranks[rank] for rank in sorted(self.calls)]
         missing = [rank for rank in ranks if rank not in arrived]
-        return f"{self.title}; arrived: {_ranges(arrived)}; missing: {_ranges(missing)}"
+        return f"{self.title} (arrived: {ranges(arrived)}; missing: {ranges(missing)})"
 
     def arrive(self, operation: Operation, call: Call) -> None:
         """Add a rank's call, after comparing it with the first one."""
         first = next(iter(self.calls.values()), None)
         if first is not None and (operation is not self.operation or call.facts != first.facts):
-            self._raise_mismatch(first, operation, call)
+            raise MismatchError(self._mismatch(first, operation, call))
         rank = self.group.ranks[call.rank]
-        self.group.recorder.record_call(self.record, rank, call.sends, call.async_op)
+        recorder = self.group.recorder
+        self.record.calls.append(recorder.book_call(rank, call.sends, call.async_op))
+        recorder.log(self.record, rank)
+        self.group.protect(call)
         self.calls[call.rank] = call
 
     def complete(self) -> None:
         """Check the calls against each other and move the data."""
         calls = [self.calls[rank] for rank in range(self.group.size)]
-        self.operation.check(calls, self.title, self.group.ranks)
+        ranks = self.group.ranks
+        for call in calls:
+            if call.watched and not call.waiting:
+                refuse_changes(call, self.title, ranks[call.rank])
+        if self.operation.disagreements is not None:
+            found = self.operation.disagreements(calls, ranks)
+            if found:
+                raise MismatchError(f"ranks disagree in {self.title}:\n  " + "\n  ".join(found))
+        self.record.sent = self.operation.sent(calls)
+        for call in calls:
+            streams.follow(call.marks)
         with torch.inference_mode():
             for call in calls:
-                call.targets = [receive.detach() for receive in call.receives]
+                call.prepare_targets()
             self.operation.move(calls)
-        self.record.sent = self.operation.sent(calls)
+        self.marks = streams.mark([tensor for call in calls for tensor in call.receives])
         self.done = True
 
-    def _raise_mismatch(self, first: Call, operation: Operation, call: Call) -> None:
-        first_rank, rank = (self.group.ranks[c.rank] for c in (first, call))
-        raise MismatchError(
-            f"ranks disagree about call #{self.index} of {self.group}: rank {first_rank} called "
-            f"{_call_text(self.operation, first)}, rank {rank} called {_call_text(operation, call)}"
-        )
+    def _mismatch(self, first: Call, operation: Operation, call: Call) -> str:
+        here, there = self.group.ranks[call.rank], self.group.ranks[first.rank]
+        head = f"ranks disagree about call #{self.index} of {self.group}: "
+        if operation is not self.operation:
+            return (
+                f"{head}rank {there} called {_call_text(self.operation, first)}, "
+                f"rank {here} called {_call_text(operation, call)}"
+            )
+        differences = [
+            f"{name} is {value} on rank {there} and {other} on rank {here}"
+            for name, value, other in zip(operation.facts, first.facts, call.facts, strict=True)
+            if value != other
+        ]
+        return f"{head}both called {operation.name}, but {'; '.join(differences)}"
 
 
-class CollectiveWork(dist.Work):
-    """The handle of one rank's part in a collective."""
-
-    def __init__(self, meeting: Meeting, call: Call) -> None:
-        super().__init__()
-        self._meeting = meeting
-        self._call = call
-
-    def wait(self, timeout: object = None) -> bool:
-        """Return once the collective is done; the timeout never passes, a deadlock is found."""
-        group = self._meeting.group
-        group.scheduler.block(group.ranks[self._call.rank], self._meeting)
-        return True
+def refuse_changes(call: Call, title: str, rank: int) -> None:
+    """Raise if a buffer of an asynchronous call was written too early."""
+    for buffer in call.watched:
+        if buffer.changed():
+            raise AsyncMisuseError(
+                f"rank {rank} changed the {buffer.role} (shape {tuple(buffer.tensor.shape)}, "
+                f"{buffer.tensor.dtype}) of its asynchronous {title}, issued at {call.location}, "
+                f"before wait(): call wait() first, or write to another buffer"
+            )
 
 
 def _call_text(operation: Operation, call: Call) -> str:
@@ -208,7 +258,7 @@ def _call_text(operation: Operation, call: Call) -> str:
     return f"{operation.name}({', '.join(f'{name}={value}' for name, value in facts)})"
 
 
-def _ranges(ranks: Sequence[int]) -> str:
+def ranges(ranks: Sequence[int]) -> str:
     """Write ranks shortly: 0-3, 6."""
     parts: list[str] = []
     start = 0

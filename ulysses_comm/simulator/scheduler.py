@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 from ulysses_comm.simulator.errors import AbortedError, DeadlockError, SimulationError, name_rank
 from ulysses_comm.simulator.random_streams import RandomStreams
@@ -43,6 +43,21 @@ def _is_own(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__", "")).startswith(_OWN_MODULES)
 
 
+def _location(frame: FrameType | None) -> str:
+    """Find the innermost line that belongs neither to torch nor to the simulator."""
+    while frame is not None:
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package not in ("torch", "threading", "contextlib") and not _is_own(frame):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def location_of_caller() -> str:
+    """Say which line of user code is running."""
+    return _location(sys._getframe(1))
+
+
 def _without_own_frames(traceback: TracebackType | None) -> TracebackType | None:
     """Drop the simulator's frames from the outer end, so that a traceback starts in user code."""
     rest = traceback
@@ -63,6 +78,8 @@ class Scheduler:
         self.error: BaseException | None = None
         self.error_rank: int | None = None
         self._story: str = ""
+        # Handles that nobody has waited for yet, per rank, by identity.
+        self.pending: list[dict[int, Any]] = [{} for _ in range(world_size)]
         self._streams = RandomStreams(world_size, seed)
         self._thread_state = ThreadState()
         self._batons = [threading.Lock() for _ in range(world_size)]
@@ -255,13 +272,9 @@ class Scheduler:
         """Where the code of a waiting rank is, found only when somebody asks."""
         if rank >= len(self._threads):
             return ""
-        frame: FrameType | None = sys._current_frames().get(self._threads[rank].ident or -1)
-        while frame is not None:
-            package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-            if package not in ("torch", "threading", "contextlib") and not _is_own(frame):
-                return f" at {frame.f_code.co_filename}:{frame.f_lineno}"
-            frame = frame.f_back
-        return ""
+        frame = sys._current_frames().get(self._threads[rank].ident or -1)
+        location = _location(frame)
+        return f" at {location}" if location else ""
 
     def _interrupt(self, interruption: BaseException) -> None:
         """End every rank after an exception in the caller's thread, such as Ctrl-C."""

@@ -122,6 +122,7 @@ class Traffic(Sequence[CollectiveRecord]):
     def __init__(self, world_size: int, records: Sequence[CollectiveRecord] = ()) -> None:
         self.world_size = world_size
         self._records = list(records)
+        self.copied_bytes = [0] * world_size
 
     def __len__(self) -> int:
         return len(self._records)
