@@ -207,7 +207,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=harness.RESULTS, help="folder for the results")
     parser.add_argument("--rounds", type=int, help="timed calls of each candidate")
     parser.add_argument("--tune", action="store_true", help="time the kernel's tile shapes instead")
+    # One thread by default: with as many threads as cores, one busy neighbour stalls every copy.
+    parser.add_argument("--threads", type=int, default=1, help="torch's CPU threads, default 1")
     options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
     device = torch.device(options.device)
     torch.manual_seed(0)
     on_gpu = device.type == "cuda"

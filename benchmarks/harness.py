@@ -240,7 +240,7 @@ def table_of(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
 
 
 def print_table(title: str, header: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
-    """Print with rich where it is installed and wide enough, in plain columns otherwise."""
+    """Print with rich where it is installed, in plain columns otherwise; no line is folded."""
     try:
         from rich.console import Console
         from rich.table import Table
@@ -256,8 +256,8 @@ def print_table(title: str, header: Sequence[str], cells: Sequence[Sequence[str]
         table.add_column(name, justify="left" if index < 2 else "right", no_wrap=True)
     for line in cells:
         table.add_row(*line)
-    # A pipe has no width of its own: this many columns keep a row on one line.
-    Console(width=max(Console().width, 200)).print(table)
+    # Room for every column, however narrow the terminal or pipe: a cut number is worth nothing.
+    Console(width=Console(width=10_000).measure(table).maximum).print(table)
 
 
 def device_name(device: torch.device) -> str:
@@ -271,7 +271,11 @@ def device_name(device: torch.device) -> str:
 
 def versions() -> dict[str, str]:
     """What the numbers depend on beside the device."""
-    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    found = {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "cpu_threads": str(torch.get_num_threads()),
+    }
     try:
         import triton
 
