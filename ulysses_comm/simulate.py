@@ -12,6 +12,13 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from ulysses_comm.simulator import default_world
+from ulysses_comm.simulator.cost_model import (
+    CostModel,
+    Link,
+    Prediction,
+    head_exchange_bytes,
+    predict,
+)
 from ulysses_comm.simulator.errors import (
     AbortedError,
     AsyncMisuseError,
@@ -34,12 +41,17 @@ from ulysses_comm.simulator.world import (
 __all__ = [
     "AbortedError",
     "AsyncMisuseError",
+    "CostModel",
     "DeadlockError",
+    "Link",
     "MismatchError",
+    "Prediction",
     "SimulatedProcessGroup",
     "Simulation",
     "SimulationError",
     "Traffic",
+    "head_exchange_bytes",
+    "predict",
     "record_traffic",
     "simulate",
     "simulate_all_to_all",

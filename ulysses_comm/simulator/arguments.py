@@ -6,15 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-
-def describe(tensor: torch.Tensor) -> str:
-    """Write shape, dtype and device of a tensor."""
-    return f"{tuple(tensor.shape)} {dtype_name(tensor.dtype)} on {tensor.device}"
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Write a dtype without the module."""
-    return str(dtype).removeprefix("torch.")
+from ulysses_comm.simulator.text import describe, dtype_name
 
 
 def nbytes(tensor: torch.Tensor) -> int:

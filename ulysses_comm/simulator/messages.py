@@ -8,6 +8,7 @@ from ulysses_comm.simulator import arguments, streams
 from ulysses_comm.simulator.errors import MismatchError
 from ulysses_comm.simulator.recorder import Recorder
 from ulysses_comm.simulator.rendezvous import Call, Group, refuse_changes
+from ulysses_comm.simulator.text import describe
 from ulysses_comm.simulator.traffic import CollectiveRecord, RankCall
 
 
@@ -83,8 +84,8 @@ class Mailbox:
         if sent.dtype != received.dtype or sent.shape != received.shape:
             ranks = self._group.ranks
             raise MismatchError(
-                f"rank {ranks[source.rank]} sends {arguments.describe(sent)} to rank "
-                f"{ranks[destination.rank]}, which expects {arguments.describe(received)} "
+                f"rank {ranks[source.rank]} sends {describe(sent)} to rank "
+                f"{ranks[destination.rank]}, which expects {describe(received)} "
                 f"(tag {send.tag}, {self._group})"
             )
         streams.follow(source.marks)

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from ulysses_comm.simulator import arguments
-from ulysses_comm.simulator.arguments import dtype_name, nbytes
+from ulysses_comm.simulator.arguments import nbytes
 from ulysses_comm.simulator.rendezvous import Call, Operation
+from ulysses_comm.simulator.text import dtype_name
 
 Tensors = Sequence[torch.Tensor]
 

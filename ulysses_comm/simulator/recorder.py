@@ -50,8 +50,15 @@ class Recorder:
     def record_copied_bytes(self, rank: int, nbytes: int, *, after: bool) -> None:
         """Book payload bytes copied outside a collective on a rank's last or its next one."""
         last = self._last_calls[rank]
-        self.traffic.copied_bytes[rank] += nbytes
         if not after:
             self._pending_copies[rank] += nbytes
         elif last is not None:
             last.copied_bytes += nbytes
+        else:
+            self.traffic.loose_copies[rank] += nbytes
+
+    def close(self) -> None:
+        """Book what was announced for a collective that never came."""
+        for rank, nbytes in enumerate(self._pending_copies):
+            self.traffic.loose_copies[rank] += nbytes
+            self._pending_copies[rank] = 0

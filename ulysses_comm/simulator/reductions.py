@@ -16,6 +16,7 @@ import torch.distributed as dist
 from ulysses_comm.simulator import arguments
 from ulysses_comm.simulator.arguments import nbytes
 from ulysses_comm.simulator.rendezvous import Call, Operation
+from ulysses_comm.simulator.text import describe
 
 Tensors = Sequence[torch.Tensor]
 _Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -120,8 +121,8 @@ def reduce_scatter(
         arguments.require_dense(name, tensor=tensor)
     if outputs[0].numel() != sends[rank].numel():
         raise ValueError(
-            f"{name}: output is {arguments.describe(outputs[0])}, but entry {rank} of input_list, "
-            f"this rank's share, is {arguments.describe(sends[rank])}"
+            f"{name}: output is {describe(outputs[0])}, but entry {rank} of input_list, "
+            f"this rank's share, is {describe(sends[rank])}"
         )
     facts = (reduce_op_name(op, sends), *arguments.facts_of(sends))
     return Call(rank, facts, sends, list(outputs))

@@ -13,6 +13,7 @@ from ulysses_comm.simulator.buffers import WatchedBuffer, take_over
 from ulysses_comm.simulator.errors import AsyncMisuseError, MismatchError, SimulationError
 from ulysses_comm.simulator.recorder import Recorder
 from ulysses_comm.simulator.scheduler import Scheduler, location_of_caller
+from ulysses_comm.simulator.text import ranges
 from ulysses_comm.simulator.traffic import CollectiveRecord
 
 
@@ -256,15 +257,3 @@ def refuse_changes(call: Call, title: str, rank: int) -> None:
 def _call_text(operation: Operation, call: Call) -> str:
     facts = zip(operation.facts, call.facts, strict=True)
     return f"{operation.name}({', '.join(f'{name}={value}' for name, value in facts)})"
-
-
-def ranges(ranks: Sequence[int]) -> str:
-    """Write ranks shortly: 0-3, 6."""
-    parts: list[str] = []
-    start = 0
-    for i in range(1, len(ranks) + 1):
-        if i == len(ranks) or ranks[i] != ranks[i - 1] + 1:
-            first, last = ranks[start], ranks[i - 1]
-            parts.append(str(first) if first == last else f"{first}-{last}")
-            start = i
-    return ", ".join(parts) if parts else "none"

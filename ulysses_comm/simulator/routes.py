@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from ulysses_comm.simulator import arguments
-from ulysses_comm.simulator.arguments import dtype_name, nbytes
+from ulysses_comm.simulator.arguments import nbytes
 from ulysses_comm.simulator.rendezvous import Call, Operation
+from ulysses_comm.simulator.text import describe, dtype_name
 
 Tensors = Sequence[torch.Tensor]
 # (source, i, destination, j): `sends[i]` of the source goes to `receives[j]` of the destination.
@@ -33,9 +34,9 @@ def _routed(
 
     def disagreements(calls: Sequence[Call], ranks: Sequence[int]) -> list[str]:
         return [
-            f"rank {ranks[source]} sends {arguments.describe(calls[source].sends[i])} to rank "
+            f"rank {ranks[source]} sends {describe(calls[source].sends[i])} to rank "
             f"{ranks[destination]}, which expects "
-            f"{arguments.describe(calls[destination].receives[j])}"
+            f"{describe(calls[destination].receives[j])}"
             for source, i, destination, j in routes(calls)
             if calls[source].sends[i].shape != calls[destination].receives[j].shape
         ]

@@ -73,6 +73,7 @@ class World:
             self.scheduler.run(run_rank, thread_name=name)
             self._report_unwaited()
         finally:
+            self.recorder.close()
             self._abandon_pending()
         return [results[rank] for rank in range(self.world_size)]
 
