@@ -5,6 +5,9 @@ from ulysses_comm.exchange import (
     scatter_heads_gather_seqlen,
     scatter_seqlen_gather_head_shards,
     scatter_seqlen_gather_heads,
+    start_scatter_heads_gather_seqlen,
+    start_scatter_seqlen_gather_head_shards,
+    start_scatter_seqlen_gather_heads,
 )
 from ulysses_comm.group import LONE_RANK, Group
 from ulysses_comm.head_shards import (
@@ -14,19 +17,34 @@ from ulysses_comm.head_shards import (
     pack_head_shards,
     pin_head_layout,
 )
+from ulysses_comm.head_split import HeadSplit, local_kv_heads, split_query_groups
 from ulysses_comm.layout import balanced_split_sizes
+from ulysses_comm.pending import Pending
+from ulysses_comm.simulate import Simulation, simulate, simulate_world
+from ulysses_comm.workspace import Workspace
 
 __all__ = [
     "LONE_RANK",
     "Group",
+    "HeadSplit",
+    "Pending",
     "RankDisagreementError",
+    "Simulation",
+    "Workspace",
     "as_send_buffer",
     "balanced_split_sizes",
     "empty_head_shards",
     "flatten_head_shards",
+    "local_kv_heads",
     "pack_head_shards",
     "pin_head_layout",
     "scatter_heads_gather_seqlen",
     "scatter_seqlen_gather_head_shards",
     "scatter_seqlen_gather_heads",
+    "simulate",
+    "simulate_world",
+    "split_query_groups",
+    "start_scatter_heads_gather_seqlen",
+    "start_scatter_seqlen_gather_head_shards",
+    "start_scatter_seqlen_gather_heads",
 ]

@@ -80,15 +80,18 @@ def _timeout(validate: bool | timedelta) -> timedelta | None:
     return DEFAULT_TIMEOUT if os.environ.get(ENVIRONMENT_SWITCH, "0") not in ("", "0") else None
 
 
+_PREFIX = "ulysses_comm/agreement"
+
+
 def _key(call: int, rank: int) -> str:
-    return f"ulysses_comm/agreement/{call}/{rank}"
+    return f"{_PREFIX}/{call}/{rank}"
 
 
 def _post(group: dist.ProcessGroup, facts: dict[str, object]) -> int:
     """Publish this rank's facts; return how many calls of this group it has published."""
     store = group.get_group_store()
     # The count lives in the store, so that this package keeps no state of its own.
-    call: int = store.add(f"ulysses_comm/agreement/calls/{group.rank()}", 1)
+    call: int = store.add(f"{_PREFIX}/calls/{group.rank()}", 1)
     store.set(_key(call, group.rank()), json.dumps(facts))
     return call
 
@@ -97,13 +100,27 @@ def _compare(group: dist.ProcessGroup, facts: dict[str, object], timeout: timede
     call = _post(group, facts)
     posted = _collect(group, call, timeout)
     missing = [rank for rank, text in enumerate(posted) if text is None]
+    complaint = ""
     if missing:
-        raise RankDisagreementError(
+        complaint = (
             f"{facts['exchange']}, call {call} that is checked in this group: {_ranks(missing)} of "
             f"{group.size()} did not arrive within {timeout.total_seconds():g} s. A rank raised, "
             "left early, or went to something else; nothing was sent. If it is only slow, pass "
             "validate=timedelta(...)."
         )
+    else:
+        _raise_if_different(call, posted)
+    # Ranks that waited in vain and one that comes late must not part ways: the first to speak
+    # decides for all whether this exchange takes place.
+    verdict = _decide(group, call, complaint)
+    if verdict:
+        raise RankDisagreementError(verdict)
+    if missing:
+        _raise_if_different(call, _collect(group, call, timeout))
+    _forget(group, call - 1)
+
+
+def _raise_if_different(call: int, posted: list[str | None]) -> None:
     known = [json.loads(text) for text in posted if text is not None]
     report = _refusals(known) or _differences(known)
     if report:
@@ -111,9 +128,28 @@ def _compare(group: dist.ProcessGroup, facts: dict[str, object], timeout: timede
             f"The ranks disagree in call {call} that is checked in this group; nothing was sent.\n"
             + "\n".join(f"  {line}" for line in report)
         )
-    if call > 1:
-        # Every rank posted this call, so every rank has read the one before.
-        group.get_group_store().delete_key(_key(call - 1, group.rank()))
+
+
+def _decide(group: dist.ProcessGroup, call: int, complaint: str) -> str:
+    """Return the complaint of whichever rank speaks first; empty if the exchange takes place."""
+    store = group.get_group_store()
+    if store.add(f"{_PREFIX}/{call}/votes", 1) == 1:
+        store.set(f"{_PREFIX}/{call}/verdict", json.dumps(complaint))
+        return complaint
+    store.wait([f"{_PREFIX}/{call}/verdict"], DEFAULT_TIMEOUT)
+    verdict: str = json.loads(store.get(f"{_PREFIX}/{call}/verdict"))
+    return verdict
+
+
+def _forget(group: dist.ProcessGroup, call: int) -> None:
+    """Delete what this rank wrote for a call that every rank has passed."""
+    if call < 1:
+        return
+    store = group.get_group_store()
+    store.delete_key(_key(call, group.rank()))
+    if group.rank() == 0:
+        store.delete_key(f"{_PREFIX}/{call}/votes")
+        store.delete_key(f"{_PREFIX}/{call}/verdict")
 
 
 def _collect(group: dist.ProcessGroup, call: int, timeout: timedelta) -> list[str | None]:

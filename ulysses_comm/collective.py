@@ -1,4 +1,4 @@
-"""The all-to-all of rows that every exchange makes, in a plain and in a differentiable form.
+"""The all-to-all under every exchange: a plain call, and a registered operator for compilers.
 
 No `from __future__ import annotations` here: `torch.library.custom_op` reads the annotations.
 """
@@ -30,47 +30,42 @@ def is_tracked(tensors: Sequence[torch.Tensor]) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
-def all_to_all_rows(
+def start_all_to_all(
+    receive: torch.Tensor,
     send: torch.Tensor,
     output_rows: list[int],
     input_rows: list[int],
     group: dist.ProcessGroup,
-) -> torch.Tensor:
-    """Send `input_rows[r]` rows to each rank r and receive `output_rows[r]` from it.
+    *,
+    async_op: bool = False,
+) -> dist.Work | None:
+    """Send `input_rows[r]` rows to each rank r and receive `output_rows[r]` rows from it.
 
     Args:
-        send: (sum(input_rows), ...), contiguous, rows for rank 0 first.
+        receive: (sum(output_rows), ...), contiguous; filled with rows of rank 0 first.
+        send: (sum(input_rows), ...), contiguous, rows for rank 0 first; sent as it lies.
         output_rows: Rows to receive from each rank.
         input_rows: Rows to send to each rank.
         group: The ranks that take part.
-
-    Returns:
-        (sum(output_rows), ...), a new contiguous tensor, rows of rank 0 first.
-
-    One collective; `send` is handed to it as it lies. A tensor that autograd tracks goes through a
-    registered operator, whose gradient is the opposite exchange; so does a traced one.
+        async_op: Return the work under way instead of waiting for it.
     """
-    if is_tracked([send]) or torch.compiler.is_compiling():
-        receive: torch.Tensor = torch.ops.ulysses_comm.all_to_all_rows(
-            send, output_rows, input_rows, group.group_name
-        )
-        return receive
-    return _all_to_all_rows(send, output_rows, input_rows, group)
-
-
-def _all_to_all_rows(
-    send: torch.Tensor,
-    output_rows: Sequence[int],
-    input_rows: Sequence[int],
-    group: dist.ProcessGroup,
-) -> torch.Tensor:
-    send = send.resolve_conj().resolve_neg()
-    receive = send.new_empty((sum(output_rows), *send.shape[1:]))
-    source, target = send, receive
     if send.dtype not in _WIRE_DTYPES:
-        source, target = send.view(torch.uint8), receive.view(torch.uint8)
-    dist.all_to_all_single(
-        target, source, list(output_rows), list(input_rows), group=group, async_op=False
+        send, receive = send.view(torch.uint8), receive.view(torch.uint8)
+    work: dist.Work | None = dist.all_to_all_single(
+        receive, send, output_rows, input_rows, group=group, async_op=async_op
+    )
+    return work
+
+
+def all_to_all_rows(
+    send: torch.Tensor, output_rows: list[int], input_rows: list[int], group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Return what `start_all_to_all` receives, through an operator that compilers trace.
+
+    Its gradient is the opposite exchange.
+    """
+    receive: torch.Tensor = torch.ops.ulysses_comm.all_to_all_rows(
+        send, output_rows, input_rows, group.group_name
     )
     return receive
 
@@ -80,7 +75,10 @@ def _operator(
     send: torch.Tensor, output_rows: Sequence[int], input_rows: Sequence[int], group_name: str
 ) -> torch.Tensor:
     group = _resolve_process_group(group_name)  # type: ignore[arg-type]  # GroupName from 2.13
-    return _all_to_all_rows(send.contiguous(), output_rows, input_rows, group)
+    send = send.contiguous().resolve_conj().resolve_neg()
+    receive = send.new_empty((sum(output_rows), *send.shape[1:]))
+    start_all_to_all(receive, send, list(output_rows), list(input_rows), group)
+    return receive
 
 
 @_operator.register_fake

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ulysses_comm.autograd import PackHeadShards
 from ulysses_comm.collective import is_tracked
 from ulysses_comm.copies import copy_head_shards
 from ulysses_comm.layout import (
@@ -22,6 +23,8 @@ from ulysses_comm.layout import (
     check_tensors,
     promoted_dtype,
 )
+from ulysses_comm.tiling import head_shards_buffer
+from ulysses_comm.transfer import flattens_as_view
 
 
 def pack_head_shards(tensors: Sequence[torch.Tensor], world_size: int) -> list[torch.Tensor]:
@@ -35,7 +38,7 @@ def pack_head_shards(tensors: Sequence[torch.Tensor], world_size: int) -> list[t
     Returns:
         One (tokens, world_size, num_heads_local, head_dim) view for each input, which together tile
         the buffer: `scatter_heads_gather_seqlen` sends it in place. Tracked inputs give tracked
-        views, which it copies once more.
+        views, which it knows for its own.
 
     Raises:
         ValueError: If an input is not 3-D, has other tokens or another head_dim than the first, or
@@ -51,18 +54,15 @@ def pack_head_shards(tensors: Sequence[torch.Tensor], world_size: int) -> list[t
         _check_packable(f"tensors[{index}]", tensor, tensors[0], world_size)
     check_same_head_dim(tensors)
     shards = [as_head_shards(tensor, world_size) for tensor in tensors]
-    if is_tracked(tensors) or torch.compiler.is_compiling():
-        return split_send_buffer(concatenate_head_shards(shards), [s.shape[2] for s in shards])
-    views = empty_head_shards(
-        tensors[0].shape[0],
-        world_size,
-        [shard.shape[2] for shard in shards],
-        tensors[0].shape[2],
-        promoted_dtype(tensors),
-        tensors[0].device,
-    )
-    copy_head_shards(views, shards)
-    return views
+    if torch.compiler.is_compiling():
+        # contiguous() is free but for shapes whose strides torch.cat takes for channels-last.
+        send = torch.cat([shard.transpose(0, 1) for shard in shards], dim=2).contiguous()
+        return _split_send_buffer(send, [shard.shape[2] for shard in shards])
+    dtype = promoted_dtype(tensors)
+    if is_tracked(tensors):
+        views = PackHeadShards.apply(lambda: _pack(shards, dtype), *tensors)  # type: ignore[no-untyped-call]
+        return list(views)
+    return _pack(shards, dtype)
 
 
 def empty_head_shards(
@@ -99,7 +99,7 @@ def empty_head_shards(
     if not head_counts:
         return []
     shape = (world_size, local_tokens, sum(head_counts), head_dim)
-    return split_send_buffer(torch.empty(shape, dtype=dtype, device=device), head_counts)
+    return _split_send_buffer(torch.empty(shape, dtype=dtype, device=device), head_counts)
 
 
 def as_send_buffer(views: Sequence[torch.Tensor], world_size: int) -> torch.Tensor | None:
@@ -119,34 +119,7 @@ def as_send_buffer(views: Sequence[torch.Tensor], world_size: int) -> torch.Tens
     """
     if not views or torch.compiler.is_compiling() or is_tracked(views):
         return None
-    first = views[0]
-    if any(view.dim() != 4 or view.shape[1] != world_size for view in views):
-        return None
-    tokens, _, _, head_dim = first.shape
-    heads = sum(view.shape[2] for view in views)
-    strides = (heads * head_dim, tokens * heads * head_dim, head_dim, 1)
-    storage = first.untyped_storage()
-    if storage.nbytes() != world_size * tokens * heads * head_dim * first.element_size():
-        return None
-    offset = 0
-    for view in views:
-        tiles = (
-            view.dtype == first.dtype
-            and view.shape[0] == tokens
-            and view.shape[3] == head_dim
-            and view.untyped_storage()._cdata == storage._cdata
-            and view.storage_offset() == offset
-            and _has_strides(view, strides)
-            and not (view.is_conj() or view.is_neg())
-        )
-        if not tiles:
-            return None
-        offset += view.shape[2] * head_dim
-    return first.as_strided(
-        (world_size, tokens, heads, head_dim),
-        (tokens * heads * head_dim, heads * head_dim, head_dim, 1),
-        0,
-    )
+    return head_shards_buffer(views, world_size)
 
 
 def flatten_head_shards(view: torch.Tensor) -> torch.Tensor:
@@ -163,7 +136,7 @@ def flatten_head_shards(view: torch.Tensor) -> torch.Tensor:
             "world_size, heads per rank, head_dim)."
         )
     tokens, world_size, heads, head_dim = view.shape
-    if torch.compiler.is_compiling() or is_tracked([view]) or _flattens_as_view(view):
+    if torch.compiler.is_compiling() or is_tracked([view]) or flattens_as_view(view):
         return view.flatten(1, 2)
     flat = view.new_empty((tokens, world_size * heads, head_dim))
     copy_head_shards([flat.unflatten(1, (world_size, heads))], [view])
@@ -187,38 +160,40 @@ def pin_head_layout(
             their two head dimensions symbolic, and still compile.
 
     Raises:
-        ValueError: If shard_count does not divide num_heads.
-        RuntimeError: If the shape contradicts num_heads or head_dim.
+        ValueError: If shard_count does not divide num_heads, or the shape contradicts num_heads or
+            head_dim; under `torch.compile` the latter is torch's RuntimeError.
     """
     if shard_count is not None and num_heads % shard_count:
         raise ValueError(
             f"num_heads={num_heads} does not split into shard_count={shard_count} shards: expected "
             f"a multiple of {shard_count}."
         )
-    torch._check(tensor.shape[-1] == head_dim, lambda: _misfit(tensor, num_heads, head_dim))
-    torch._check(
-        math.prod(tensor.shape[1:-1]) == num_heads, lambda: _misfit(tensor, num_heads, head_dim)
-    )
+    fits_head_dim = tensor.shape[-1] == head_dim
+    fits_num_heads = math.prod(tensor.shape[1:-1]) == num_heads
+    if not torch.compiler.is_compiling():
+        if not (fits_head_dim and fits_num_heads):
+            raise ValueError(
+                f"tensor has shape {tuple(tensor.shape)}: expected (tokens, ..., {head_dim}) with "
+                f"num_heads={num_heads} heads between the first and the last dimension."
+            )
+        return
+    # Without messages: torch 2.11 does not trace a message, and 2.13 only one without a closure.
+    torch._check(fits_head_dim)
+    torch._check(fits_num_heads)
     if shard_count is not None and tensor.dim() == 4 and tensor.shape[1] == shard_count:
         torch._check(tensor.shape[2] == num_heads // shard_count)
 
 
-def split_send_buffer(buffer: torch.Tensor, head_counts: Sequence[int]) -> list[torch.Tensor]:
-    """Return the head shards of a send buffer (world_size, tokens, heads, head_dim), as views."""
+def _split_send_buffer(buffer: torch.Tensor, head_counts: Sequence[int]) -> list[torch.Tensor]:
     return list(buffer.transpose(0, 1).split(list(head_counts), dim=2))
 
 
-def concatenate_head_shards(shards: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return a send buffer with the shards' contents, in a form that autograd and compilers follow.
-
-    Args:
-        shards: Each (tokens, world_size, num_heads_local, head_dim).
-
-    Returns:
-        (world_size, tokens, sum of num_heads_local, head_dim), contiguous, in the promoted dtype.
-    """
-    # contiguous() is free but for shapes whose strides torch.cat takes for channels-last.
-    return torch.cat([shard.transpose(0, 1) for shard in shards], dim=2).contiguous()
+def _pack(shards: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    tokens, world_size, _, head_dim = shards[0].shape
+    head_counts = [shard.shape[2] for shard in shards]
+    views = empty_head_shards(tokens, world_size, head_counts, head_dim, dtype, shards[0].device)
+    copy_head_shards(views, [shard.detach() for shard in shards])
+    return views
 
 
 def _check_packable(name: str, tensor: torch.Tensor, first: torch.Tensor, world_size: int) -> None:
@@ -235,27 +210,3 @@ def _check_packable(name: str, tensor: torch.Tensor, first: torch.Tensor, world_
     if world_size < 1:
         raise ValueError(f"world_size={world_size}: expected one rank or more.")
     check_heads_divide(f"{name} of shape {tuple(tensor.shape)}", tensor.shape[1], world_size)
-
-
-def _has_strides(view: torch.Tensor, strides: tuple[int, int, int, int]) -> bool:
-    """Compare the strides that address something: of axes longer than one, in a filled tensor."""
-    return view.numel() == 0 or all(
-        size <= 1 or stride == expected
-        for size, stride, expected in zip(view.shape, view.stride(), strides, strict=True)
-    )
-
-
-def _flattens_as_view(view: torch.Tensor) -> bool:
-    return (
-        view.numel() == 0
-        or view.shape[1] == 1
-        or view.shape[2] == 1
-        or view.stride(1) == view.shape[2] * view.stride(2)
-    )
-
-
-def _misfit(tensor: torch.Tensor, num_heads: int, head_dim: int) -> str:
-    return (
-        f"tensor has shape {tuple(tensor.shape)}: expected (tokens, ..., {head_dim}) with "
-        f"num_heads={num_heads} heads between the first and the last dimension."
-    )

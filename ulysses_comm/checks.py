@@ -1,0 +1,236 @@
+"""What every exchange checks before it sends anything, and what it then knows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ulysses_comm.collective import is_tracked
+from ulysses_comm.head_split import HeadSplit
+from ulysses_comm.layout import (
+    check_contiguous,
+    check_heads_divide,
+    check_same_device,
+    check_same_head_dim,
+    check_split_sizes,
+    check_tensors,
+    promoted_dtype,
+    shares_memory,
+)
+from ulysses_comm.wire import Wire, even_split, plan_wire
+
+
+@dataclass(frozen=True)
+class HeadScatter:
+    """A checked Q/K/V exchange.
+
+    Attributes:
+        inputs: (tokens, num_heads, head_dim), or head shards (tokens, world_size, heads per rank,
+            head_dim) where every rank owns equally many.
+        split_sizes: Tokens each rank owns, in rank order.
+        wire: The layout; None if there are no inputs.
+        copied_bytes: Bytes copied to bring inputs into this form: head shards of another world size
+            whose strides allow no view.
+    """
+
+    inputs: list[torch.Tensor]
+    split_sizes: list[int]
+    wire: Wire | None
+    copied_bytes: int
+
+    def facts(self) -> dict[str, object]:
+        """What all ranks must have in common for this exchange to be one."""
+        return {
+            "exchange": "scatter_heads_gather_seqlen",
+            "split_sizes": self.split_sizes,
+            **_wire_facts(self.wire),
+        }
+
+
+@dataclass(frozen=True)
+class SeqlenScatter:
+    """A checked output exchange.
+
+    Attributes:
+        tensor: (seqlen, heads of this rank, head_dim), contiguous.
+        split_sizes: Tokens each rank owns, in rank order.
+        wire: The layout.
+    """
+
+    tensor: torch.Tensor
+    split_sizes: list[int]
+    wire: Wire
+
+    def facts(self) -> dict[str, object]:
+        """What all ranks must have in common for this exchange to be one."""
+        return {
+            "exchange": "scatter_seqlen",
+            "split_sizes": self.split_sizes,
+            **_wire_facts(self.wire),
+        }
+
+
+def check_head_scatter(
+    tensors: Sequence[torch.Tensor],
+    split_sizes: Sequence[int],
+    rank: int,
+    world_size: int,
+    *,
+    head_splits: Sequence[HeadSplit] | None,
+    keep_dtypes: bool,
+) -> HeadScatter:
+    """Check the arguments of `scatter_heads_gather_seqlen`.
+
+    Raises:
+        ValueError: For everything the caller can get wrong; names the argument, what was given and
+            what was expected.
+    """
+    sizes = check_split_sizes(split_sizes, world_size)
+    tensors = check_tensors(tensors)
+    for index, tensor in enumerate(tensors):
+        _check_head_input(f"tensors[{index}]", tensor, sizes, rank)
+    if not tensors:
+        return HeadScatter([], sizes, None, 0)
+    check_same_device(tensors)
+    if not keep_dtypes:
+        check_same_head_dim(tensors)
+    splits = _splits_of(tensors, head_splits, world_size)
+    dtypes = [t.dtype for t in tensors] if keep_dtypes else [promoted_dtype(tensors)] * len(tensors)
+    wire = plan_wire(tuple(dtypes), tuple(t.shape[-1] for t in tensors), splits)
+    inputs, copied = [], 0
+    for tensor, split in zip(tensors, splits, strict=True):
+        if tensor.dim() == 4 and (tensor.shape[1] != world_size or not split.is_even):
+            flat = tensor.flatten(1, 2)
+            copied += 0 if shares_memory(flat, tensor) else flat.nbytes
+            tensor = flat
+        inputs.append(tensor)
+    return HeadScatter(inputs, sizes, wire, copied)
+
+
+def check_seqlen_scatter(
+    tensor: torch.Tensor,
+    split_sizes: Sequence[int],
+    rank: int,
+    world_size: int,
+    *,
+    head_split: HeadSplit | None,
+) -> SeqlenScatter:
+    """Check the arguments of the output exchange.
+
+    Raises:
+        ValueError: For everything the caller can get wrong; names the argument, what was given and
+            what was expected.
+    """
+    sizes = check_split_sizes(split_sizes, world_size)
+    (tensor,) = check_tensors([tensor], name="tensor")
+    if tensor.dim() != 3:
+        raise ValueError(
+            f"tensor has shape {tuple(tensor.shape)}: expected 3 dimensions (seqlen, heads of this "
+            "rank, head_dim), the attention output of the whole sequence. Merge a batch into it."
+        )
+    if tensor.shape[0] != sum(sizes):
+        raise ValueError(
+            f"tensor has {tensor.shape[0]} tokens, but split_sizes={sizes} add up to {sum(sizes)}: "
+            "expected the attention output of the whole sequence."
+        )
+    check_contiguous("tensor", tensor)
+    split = even_split(tensor.shape[1], world_size) if head_split is None else head_split
+    _check_split("head_split", split, split.num_heads, world_size)
+    if tensor.shape[1] != split.counts[rank]:
+        raise ValueError(
+            f"tensor of shape {tuple(tensor.shape)} has {tensor.shape[1]} heads: expected "
+            f"{split.counts[rank]}, those of rank {rank} by head_split={list(split.ranges)}."
+        )
+    wire = plan_wire((tensor.dtype,), (tensor.shape[2],), (split,))
+    return SeqlenScatter(tensor, sizes, wire)
+
+
+def check_out(
+    out: torch.Tensor | None,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    inputs: Sequence[torch.Tensor],
+) -> None:
+    """Check the buffer that a caller wants a result in.
+
+    Raises:
+        ValueError: If it has another shape, dtype or device, is not contiguous, shares memory with
+            an input, or would hide the result from autograd.
+    """
+    if out is None:
+        return
+    if tuple(out.shape) != shape or out.dtype != dtype or out.device != inputs[0].device:
+        raise ValueError(
+            f"out is {tuple(out.shape)} {out.dtype} on {out.device}: expected {shape} {dtype} on "
+            f"{inputs[0].device}."
+        )
+    check_contiguous("out", out)
+    if any(shares_memory(out, tensor) for tensor in inputs):
+        raise ValueError(
+            "out lies in the storage of an input, which is still being read while out is written: "
+            "expected memory of its own."
+        )
+    if is_tracked([out, *inputs]):
+        raise ValueError(
+            "out cannot be used while autograd tracks the inputs: leave it out, or run under "
+            "torch.no_grad()."
+        )
+
+
+def _wire_facts(wire: Wire | None) -> dict[str, object]:
+    if wire is None:
+        return {"inputs": 0}
+    return {
+        "heads per rank": [
+            split.counts[0] if split.is_even else list(split.ranges) for split in wire.splits
+        ],
+        "head_dim": wire.head_dims,
+        "dtype": [str(dtype) for dtype in wire.dtypes],
+    }
+
+
+def _check_head_input(name: str, tensor: torch.Tensor, split_sizes: list[int], rank: int) -> None:
+    if tensor.dim() not in (3, 4):
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)}: expected 3 dimensions (tokens of this rank, "
+            "heads, head_dim), or 4 (tokens of this rank, world_size, heads per rank, head_dim). "
+            "Merge a batch into the tokens."
+        )
+    if tensor.shape[0] != split_sizes[rank]:
+        raise ValueError(
+            f"{name} of shape {tuple(tensor.shape)} has {tensor.shape[0]} tokens: expected "
+            f"split_sizes[{rank}]={split_sizes[rank]}, the tokens of rank {rank}. Pass this rank's "
+            "shard of the sequence, tokens first."
+        )
+
+
+def _num_heads(tensor: torch.Tensor) -> int:
+    return tensor.shape[1] if tensor.dim() == 3 else tensor.shape[1] * tensor.shape[2]
+
+
+def _splits_of(
+    tensors: Sequence[torch.Tensor], head_splits: Sequence[HeadSplit] | None, world_size: int
+) -> tuple[HeadSplit, ...]:
+    if head_splits is None:
+        for index, tensor in enumerate(tensors):
+            name = f"tensors[{index}] of shape {tuple(tensor.shape)}"
+            check_heads_divide(name, _num_heads(tensor), world_size)
+        return tuple(even_split(_num_heads(t) // world_size, world_size) for t in tensors)
+    if len(head_splits) != len(tensors):
+        raise ValueError(
+            f"head_splits has {len(head_splits)} entries for {len(tensors)} tensors: expected one "
+            "for each."
+        )
+    for index, (tensor, split) in enumerate(zip(tensors, head_splits, strict=True)):
+        _check_split(f"head_splits[{index}]", split, _num_heads(tensor), world_size)
+    return tuple(head_splits)
+
+
+def _check_split(name: str, split: HeadSplit, num_heads: int, world_size: int) -> None:
+    if split.num_heads != num_heads or split.world_size != world_size:
+        raise ValueError(
+            f"{name} spreads {split.num_heads} heads over {split.world_size} ranks: expected "
+            f"{num_heads} heads over {world_size}."
+        )

@@ -1,0 +1,166 @@
+"""From a public call to an exchange under way: resolve the group, check, agree, choose the form."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+
+from ulysses_comm.agreement import agree
+from ulysses_comm.autograd import is_own_pack, track_scatter_heads, track_scatter_seqlen
+from ulysses_comm.checks import (
+    HeadScatter,
+    SeqlenScatter,
+    check_head_scatter,
+    check_out,
+    check_seqlen_scatter,
+)
+from ulysses_comm.collective import is_tracked
+from ulysses_comm.group import Group, rank_and_world_size, resolve_group
+from ulysses_comm.head_split import HeadSplit
+from ulysses_comm.pending import Pending
+from ulysses_comm.traced import scatter_heads_traced, scatter_seqlen_traced
+from ulysses_comm.transfer import (
+    Buffers,
+    Route,
+    finish_scatter_heads,
+    finish_scatter_seqlen,
+    record_copy,
+    start_scatter_heads,
+    start_scatter_seqlen,
+)
+from ulysses_comm.wire import Wire
+from ulysses_comm.workspace import Workspace
+
+
+def launch_scatter_heads(
+    tensors: Sequence[torch.Tensor],
+    split_sizes: Sequence[int],
+    group: Group,
+    *,
+    head_splits: Sequence[HeadSplit] | None,
+    keep_dtypes: bool,
+    validate: bool | timedelta,
+    workspace: Workspace | None,
+    out: torch.Tensor | None,
+    async_op: bool,
+) -> Pending[list[torch.Tensor]]:
+    """Check and start a Q/K/V exchange; see `scatter_heads_gather_seqlen` for the arguments."""
+    process_group = resolve_group(group)
+    rank, world_size = rank_and_world_size(process_group)
+
+    def check() -> HeadScatter:
+        checked = check_head_scatter(
+            tensors, split_sizes, rank, world_size, head_splits=head_splits, keep_dtypes=keep_dtypes
+        )
+        if checked.wire is not None:
+            shape = (sum(checked.split_sizes), *checked.wire.row_shape(rank))
+            check_out(out, shape, checked.wire.dtype, checked.inputs)
+        return checked
+
+    checked = agree(check, process_group, validate)
+    inputs, wire = checked.inputs, checked.wire
+    if wire is None:
+        return Pending.of([])
+    if process_group is None or world_size == 1:
+        return Pending.of(
+            _alone([t if t.dim() == 3 else t.flatten(1, 2) for t in inputs], wire, out)
+        )
+    route = Route(process_group, rank, tuple(checked.split_sizes))
+    if torch.compiler.is_compiling():
+        return Pending.of(scatter_heads_traced(inputs, wire, route))
+    record_copy(process_group, checked.copied_bytes, after=False)
+    return _start_heads(inputs, wire, route, Buffers(workspace, receive=out), async_op)
+
+
+def launch_scatter_seqlen(
+    tensor: torch.Tensor,
+    split_sizes: Sequence[int],
+    group: Group,
+    *,
+    head_split: HeadSplit | None,
+    as_shards: bool,
+    validate: bool | timedelta,
+    workspace: Workspace | None,
+    out: torch.Tensor | None,
+    async_op: bool,
+) -> Pending[torch.Tensor]:
+    """Check and start an output exchange; see `scatter_seqlen_gather_heads` for the arguments."""
+    process_group = resolve_group(group)
+    rank, world_size = rank_and_world_size(process_group)
+
+    def check() -> SeqlenScatter:
+        checked = check_seqlen_scatter(tensor, split_sizes, rank, world_size, head_split=head_split)
+        tokens, heads = checked.split_sizes[rank], checked.wire.splits[0].num_heads
+        shards = (world_size, tokens, *checked.wire.row_shape(rank))
+        shape = shards if as_shards else (tokens, heads, tensor.shape[2])
+        check_out(out, shape, tensor.dtype, [tensor])
+        return checked
+
+    checked = agree(check, process_group, validate)
+    if process_group is None or world_size == 1:
+        (result,) = _alone([tensor], checked.wire, out)
+        return Pending.of(result.unsqueeze(1) if as_shards else result)
+    route = Route(process_group, rank, tuple(checked.split_sizes))
+    if torch.compiler.is_compiling():
+        return Pending.of(scatter_seqlen_traced([tensor], checked.wire, route, [as_shards])[0])
+    buffers = Buffers(workspace, receive=out) if as_shards else Buffers(workspace, result=out)
+    return _start_seqlen(tensor, checked.wire, route, buffers, as_shards, async_op)
+
+
+def _start_heads(
+    inputs: list[torch.Tensor], wire: Wire, route: Route, buffers: Buffers, async_op: bool
+) -> Pending[list[torch.Tensor]]:
+    tracked = is_tracked(inputs)
+    transfer = start_scatter_heads(
+        [tensor.detach() for tensor in inputs] if tracked else inputs,
+        wire,
+        route,
+        buffers,
+        # A tracked view may be changed in place behind the send; our own pack's views cannot.
+        in_place=not tracked or is_own_pack(inputs),
+        async_op=async_op,
+    )
+
+    def finish() -> list[torch.Tensor]:
+        return finish_scatter_heads(transfer)
+
+    def finish_tracked() -> list[torch.Tensor]:
+        with torch.enable_grad():
+            return track_scatter_heads(finish, wire, route, inputs)
+
+    return Pending(finish_tracked if tracked else finish)
+
+
+def _start_seqlen(
+    tensor: torch.Tensor,
+    wire: Wire,
+    route: Route,
+    buffers: Buffers,
+    as_shards: bool,
+    async_op: bool,
+) -> Pending[torch.Tensor]:
+    tracked = is_tracked([tensor])
+    transfer = start_scatter_seqlen([tensor.detach()], wire, route, buffers, async_op=async_op)
+
+    def finish() -> list[torch.Tensor]:
+        return finish_scatter_seqlen(transfer, [as_shards])
+
+    def finish_one() -> torch.Tensor:
+        if not tracked:
+            return finish()[0]
+        with torch.enable_grad():
+            return track_scatter_seqlen(finish, wire, route, [tensor])[0]
+
+    return Pending(finish_one)
+
+
+def _alone(tensors: list[torch.Tensor], wire: Wire, out: torch.Tensor | None) -> list[torch.Tensor]:
+    """Return a lone rank's tensors as they are, or in the buffer that it asked for."""
+    if out is None:
+        return tensors
+    views = wire.gathered(out.view(-1, *wire.row_shape(0)), 0)
+    for view, tensor in zip(views, tensors, strict=True):
+        view.copy_(tensor)
+    return views

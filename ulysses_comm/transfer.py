@@ -1,0 +1,306 @@
+"""The two exchanges on plain tensors: pack, send, and see what was received. No autograd here.
+
+Each direction is a `start_...` that sends and a `finish_...` that waits and returns the results, so
+that a caller may compute in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from ulysses_comm.collective import start_all_to_all
+from ulysses_comm.copies import copy_head_shards
+from ulysses_comm.tiling import gathered_buffer_of, scattered_buffer_of
+from ulysses_comm.wire import Run, Wire
+from ulysses_comm.workspace import Workspace
+
+
+@dataclass(frozen=True)
+class Route:
+    """Who exchanges what with whom.
+
+    Attributes:
+        group: The ranks.
+        rank: This rank.
+        split_sizes: Tokens each rank owns, in rank order.
+    """
+
+    group: dist.ProcessGroup
+    rank: int
+    split_sizes: tuple[int, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of this rank."""
+        return self.split_sizes[self.rank]
+
+    @property
+    def seqlen(self) -> int:
+        """Tokens of the whole sequence."""
+        return sum(self.split_sizes)
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Where an exchange finds memory.
+
+    Attributes:
+        workspace: Keeps buffers between calls; None for fresh ones.
+        receive: The caller's own receive buffer, of the right size.
+        result: The caller's own tensor for a flattened result.
+    """
+
+    workspace: Workspace | None = None
+    receive: torch.Tensor | None = None
+    result: torch.Tensor | None = None
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return an unwritten buffer."""
+        if self.workspace is None:
+            return torch.empty(tuple(shape), dtype=dtype, device=device)
+        return self.workspace.take(shape, dtype, device)
+
+    def take_receive(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Return the caller's receive buffer, or an unwritten one."""
+        if self.receive is None:
+            return self.take(shape, dtype, device)
+        return self.receive.view(tuple(shape))
+
+
+@dataclass
+class Transfer:
+    """An all-to-all under way. Holds both buffers until it is finished."""
+
+    wire: Wire
+    route: Route
+    buffers: Buffers
+    send: torch.Tensor
+    receive: torch.Tensor
+    work: dist.Work | None = field(default=None)
+
+    def wait(self) -> torch.Tensor:
+        """Wait for the collective and return the receive buffer."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+        return self.receive
+
+
+def start_scatter_heads(
+    inputs: Sequence[torch.Tensor],
+    wire: Wire,
+    route: Route,
+    buffers: Buffers,
+    *,
+    in_place: bool = True,
+    async_op: bool = False,
+) -> Transfer:
+    """Send every rank its heads of this rank's tokens.
+
+    Args:
+        inputs: Each (tokens, num_heads, head_dim), or head shards (tokens, world_size, heads per
+            rank, head_dim) where the wire is even.
+        wire: The layout.
+        route: The ranks and their tokens.
+        buffers: Where to find memory.
+        in_place: Whether head shards that tile a send buffer may be sent as they lie.
+        async_op: Return before the data has arrived.
+    """
+    device = inputs[0].device
+    send = scattered_buffer_of(inputs, wire) if in_place else None
+    if send is None:
+        send = _pack_scattered(inputs, wire, route, buffers)
+        record_copy(route.group, send.nbytes, after=False)
+    shape = (route.seqlen, *wire.row_shape(route.rank))
+    receive = buffers.take_receive(shape, wire.dtype, device)
+    transfer = Transfer(wire, route, buffers, send, receive)
+    transfer.work = _send_scattered(transfer, async_op)
+    return transfer
+
+
+def finish_scatter_heads(transfer: Transfer) -> list[torch.Tensor]:
+    """Return each input as the view (seqlen, heads of this rank, ·) of the receive buffer."""
+    return transfer.wire.gathered(transfer.wait(), transfer.route.rank)
+
+
+def start_scatter_seqlen(
+    inputs: Sequence[torch.Tensor],
+    wire: Wire,
+    route: Route,
+    buffers: Buffers,
+    *,
+    async_op: bool = False,
+) -> Transfer:
+    """Send every rank its tokens of this rank's heads.
+
+    Args:
+        inputs: Each (seqlen, heads of this rank, head_dim). One contiguous tensor, or views that
+            tile one gathered buffer, are sent in place.
+        wire: The layout.
+        route: The ranks and their tokens.
+        buffers: Where to find memory.
+        async_op: Return before the data has arrived.
+    """
+    device = inputs[0].device
+    send = gathered_buffer_of(inputs, wire, route.rank)
+    if send is None:
+        send = buffers.take((route.seqlen, *wire.row_shape(route.rank)), wire.dtype, device)
+        _zero_gaps(send, wire, route.rank)
+        for view, tensor in zip(wire.gathered(send, route.rank), inputs, strict=True):
+            copy_head_shards([view.unsqueeze(1)], [tensor.unsqueeze(1)])
+        record_copy(route.group, send.nbytes, after=False)
+    receive = buffers.take_receive(wire.scattered_shape(route.tokens), wire.dtype, device)
+    transfer = Transfer(wire, route, buffers, send, receive)
+    transfer.work = _send_gathered(transfer, async_op)
+    return transfer
+
+
+def finish_scatter_seqlen(transfer: Transfer, as_shards: Sequence[bool]) -> list[torch.Tensor]:
+    """Return each input with all heads of this rank's tokens.
+
+    Args:
+        transfer: What `start_scatter_seqlen` returned.
+        as_shards: For each input, whether to return the view (tokens, world_size, heads per rank,
+            head_dim), which needs an even split, or (tokens, num_heads, head_dim). Heads that
+            several ranks own are summed over them.
+    """
+    receive = transfer.wait()
+    results = []
+    for index, shards in enumerate(as_shards):
+        parts = transfer.wire.scattered(receive, transfer.route.tokens, index)
+        if shards:
+            results.append(parts[0][1])
+        else:
+            results.append(_flatten(parts, transfer, index))
+    return results
+
+
+def record_copy(group: dist.ProcessGroup, nbytes: int, *, after: bool) -> None:
+    """Tell a group that keeps a record (a simulated one) of bytes copied around its collective."""
+    record = getattr(group, "record_copied_bytes", None)
+    if record is not None and nbytes:
+        record(nbytes, after=after)
+
+
+def _pack_scattered(
+    inputs: Sequence[torch.Tensor], wire: Wire, route: Route, buffers: Buffers
+) -> torch.Tensor:
+    send = buffers.take(wire.scattered_shape(route.tokens), wire.dtype, inputs[0].device)
+    for rank in range(wire.world_size):
+        _zero_gaps(wire.block(send, route.tokens, rank), wire, rank)
+    destinations: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    for index, tensor in enumerate(inputs):
+        for run, view in wire.scattered(send, route.tokens, index):
+            destinations.append(view)
+            sources.append(tensor if tensor.dim() == 4 else run.of_heads(tensor))
+    _copy_by_shape(destinations, sources)
+    return send
+
+
+def _copy_by_shape(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy all pairs, those over equally many ranks together."""
+    for count in dict.fromkeys(view.shape[1] for view in destinations):
+        chosen = [i for i, view in enumerate(destinations) if view.shape[1] == count]
+        copy_head_shards([destinations[i] for i in chosen], [sources[i] for i in chosen])
+
+
+def _zero_gaps(rows: torch.Tensor, wire: Wire, rank: int) -> None:
+    """Clear what alignment leaves unused, so that equal inputs send equal bytes."""
+    for start, stop in wire.gaps(rank):
+        rows[..., start:stop].zero_()
+
+
+def _flatten(parts: list[tuple[Run, torch.Tensor]], transfer: Transfer, index: int) -> torch.Tensor:
+    """Assemble (tokens, num_heads, head_dim) from what each run of ranks sent."""
+    wire, route, buffers = transfer.wire, transfer.route, transfer.buffers
+    split = wire.splits[index]
+    shape = (route.tokens, split.num_heads, wire.head_dims[index])
+    if split.overlaps:
+        total = _sum_shares(parts, shape, wire.dtypes[index])
+        return total if buffers.result is None else buffers.result.copy_(total)
+    if buffers.result is None and len(parts) == 1 and flattens_as_view(parts[0][1]):
+        return parts[0][1].flatten(1, 2)
+    flat = buffers.result
+    if flat is None:
+        flat = buffers.take(shape, wire.dtypes[index], transfer.receive.device)
+    for run, view in parts:
+        copy_head_shards([run.of_heads(flat)], [view])
+    record_copy(route.group, flat.nbytes, after=True)
+    return flat
+
+
+def _sum_shares(
+    parts: list[tuple[Run, torch.Tensor]], shape: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    """Add up the shares of heads that several ranks own, in rank order, rounded once."""
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    total = torch.zeros(shape, dtype=wide, device=parts[0][1].device)
+    for run, view in parts:
+        for place in range(run.num_ranks):
+            first = run.first_head + place * run.head_step
+            total[:, first : first + run.num_heads] += view[:, place]
+    return total.to(dtype)
+
+
+def flattens_as_view(view: torch.Tensor) -> bool:
+    """Whether (tokens, ranks, heads, head_dim) flattens to three dimensions without a copy."""
+    return (
+        view.numel() == 0
+        or view.shape[1] == 1
+        or view.shape[2] == 1
+        or view.stride(1) == view.shape[2] * view.stride(2)
+    )
+
+
+def _send_scattered(transfer: Transfer, async_op: bool) -> dist.Work | None:
+    """All-to-all from scattered to gathered."""
+    wire, route = transfer.wire, transfer.route
+    if wire.rows_are_alike:
+        # Counted in tokens: every rank gets this rank's, this rank gets everyone's.
+        return start_all_to_all(
+            transfer.receive,
+            transfer.send.flatten(0, 1),
+            list(route.split_sizes),
+            [route.tokens] * wire.world_size,
+            route.group,
+            async_op=async_op,
+        )
+    own_row = wire.row_sizes[route.rank]
+    return start_all_to_all(
+        transfer.receive.view(-1),
+        transfer.send,
+        [size * own_row for size in route.split_sizes],
+        [route.tokens * row for row in wire.row_sizes],
+        route.group,
+        async_op=async_op,
+    )
+
+
+def _send_gathered(transfer: Transfer, async_op: bool) -> dist.Work | None:
+    """All-to-all from gathered to scattered."""
+    wire, route = transfer.wire, transfer.route
+    if wire.rows_are_alike:
+        return start_all_to_all(
+            transfer.receive.flatten(0, 1),
+            transfer.send,
+            [route.tokens] * wire.world_size,
+            list(route.split_sizes),
+            route.group,
+            async_op=async_op,
+        )
+    own_row = wire.row_sizes[route.rank]
+    return start_all_to_all(
+        transfer.receive,
+        transfer.send.view(-1),
+        [route.tokens * row for row in wire.row_sizes],
+        [size * own_row for size in route.split_sizes],
+        route.group,
+        async_op=async_op,
+    )

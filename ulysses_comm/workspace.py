@@ -1,0 +1,69 @@
+"""Buffers kept between calls, so that a steady loop allocates nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+
+class Workspace:
+    """Send and receive buffers that the exchanges of one caller reuse.
+
+    A buffer is handed out again once nothing else refers to it: no result, no view of one, nothing
+    that autograd saved. So a result is never overwritten while it can be read; a loop that drops
+    its results settles on as many buffers as are alive at once, one that keeps them gets new ones.
+
+    On a GPU buffers are reused in the order of the current stream, as torch's own allocator does;
+    use one workspace for each stream. Not for several threads.
+
+    Attributes:
+        allocations: Buffers made so far; constant once a loop is steady.
+    """
+
+    def __init__(self) -> None:
+        self.allocations = 0
+        self._kept: dict[tuple[torch.device, int], list[torch.UntypedStorage]] = {}
+
+    def take(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str
+    ) -> torch.Tensor:
+        """Return an unwritten contiguous tensor in a buffer of exactly its size.
+
+        Args:
+            shape: Of the tensor.
+            dtype: Of the tensor.
+            device: Of the tensor.
+        """
+        device = torch.device(device)
+        nbytes = math.prod(shape) * dtype.itemsize
+        kept = self._kept.setdefault((device, nbytes), [])
+        storage = next((storage for storage in kept if _is_free(storage)), None)
+        if storage is None:
+            self.allocations += 1
+            storage = torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
+            kept.append(storage)
+        tensor = torch.empty(0, dtype=dtype, device=device)
+        return tensor.set_(storage, 0, tuple(shape), _contiguous_strides(shape))
+
+    def clear(self) -> None:
+        """Let go of all buffers; those still referred to live on with their tensors."""
+        self._kept.clear()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers kept."""
+        return sum(nbytes * len(kept) for (_, nbytes), kept in self._kept.items())
+
+
+def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * max(size, 1))
+    return tuple(reversed(strides))
+
+
+def _is_free(storage: torch.UntypedStorage) -> bool:
+    """Whether the workspace alone refers to the storage."""
+    return bool(torch._C._storage_Use_Count(storage._cdata) == 1)
