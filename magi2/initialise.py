@@ -11,8 +11,8 @@ import re
 import zlib
 
 import torch
-from torch import nn
 
+from magi2.checkpoint.slices import full_shape, rows_to_read
 from magi2.config import Magi2Config
 from magi2.ops.rotary import rotary_bands
 from magi2.transformer import Magi2Transformer
@@ -30,26 +30,31 @@ _RANGES = (
 _INPUT_MAJOR = re.compile(r"(moe_mlp\.W_\w+|mhc_phi_fused_\w+)$")
 
 
-def initialise(model: nn.Module, seed: int = 0) -> None:
+def initialise(model: Magi2Transformer, seed: int = 0) -> None:
     """Fill every parameter and buffer of a model in place with random values.
 
     The same seed gives a tensor of the same name and shape the same values, whatever the rest of
-    the model.
+    the model; ranks that share the experts get their rows of the same whole.
     """
+    moe = model.config.moe
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
-            tensor.copy_(random_weight(name, tensor.shape, seed))
+            shape = full_shape(name, tuple(tensor.shape), moe.num_heads, moe.num_experts)
+            whole = random_weight(name, shape, seed)
+            rows = rows_to_read(name, model.expert_heads, moe.num_experts)
+            tensor.copy_(whole if rows is None else whole[rows.start : rows.stop])
 
 
 def random_state_dict(config: Magi2Config, seed: int = 0) -> dict[str, torch.Tensor]:
     """A whole random checkpoint in the released names, shapes and dtypes, on the CPU."""
     shapes = Magi2Transformer(config, device="meta").state_dict()
     return {
-        name: random_weight(name, meta.shape, seed).to(meta.dtype) for name, meta in shapes.items()
+        name: random_weight(name, tuple(meta.shape), seed).to(meta.dtype)
+        for name, meta in shapes.items()
     }
 
 
-def random_weight(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
+def random_weight(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
     """Float32 values for the tensor of this name."""
     if name.endswith("rope.bands"):
         return rotary_bands(shape[0])

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from magi2.ops.token_permute import SUM_ORDERS
 
 ROUTER_BIASES = ("ema", "raw")
+
+# Whether a kind of device uses the head-shard layouts when nobody says. Packed queries, keys and
+# values cost the one copy that the exchange would make, and none once a compiler stores them in
+# place; the output as head shards always saves a copy. A device not listed is not known to read
+# the strided views well and gets the flat layouts.
+_HEAD_SHARDS_BY_DEVICE = {"cpu": True, "cuda": True, "musa": True}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,13 +27,31 @@ class Options:
             activation dtype each time, as the reference's deterministic mode does.
         router_bias: Which of the checkpoint's two biases chooses experts: "ema", as the released
             loader does, or "raw".
+        qkv_head_shards: Whether the attention stores its queries, keys and values as head shards
+            of one send buffer; None for the device's default. The same bits either way.
+        output_head_shards: Whether it reads its output as the head shards that were received;
+            None for the device's default. The same bits either way.
     """
 
     route_sum: str = "choice"
     router_bias: str = "ema"
+    qkv_head_shards: bool | None = None
+    output_head_shards: bool | None = None
 
     def __post_init__(self) -> None:
         if self.route_sum not in SUM_ORDERS:
             raise ValueError(f"route_sum={self.route_sum!r}: expected one of {SUM_ORDERS}.")
         if self.router_bias not in ROUTER_BIASES:
             raise ValueError(f"router_bias={self.router_bias!r}: expected one of {ROUTER_BIASES}.")
+
+
+def head_shards_by_default(device: torch.device | str | None) -> bool:
+    """Whether modules on this device use the head-shard layouts when nobody says.
+
+    For "meta" the device that this machine computes on decides; None is torch's default device.
+    """
+    kind = torch.get_default_device().type if device is None else torch.device(device).type
+    if kind == "meta":
+        accelerator = torch.accelerator.current_accelerator()
+        kind = "cpu" if accelerator is None else accelerator.type
+    return _HEAD_SHARDS_BY_DEVICE.get(kind, False)

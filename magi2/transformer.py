@@ -12,8 +12,10 @@ from magi2.modules.adapters import PostAdapter, PreAdapter
 from magi2.modules.block import Block
 from magi2.modules.embeddings import check_coords
 from magi2.modules.modality import ModalityOrder, check_modality
-from magi2.modules.request import RequestPlan, check_cu_seqlens
+from magi2.modules.request import RequestPlan, branch_ends, check_cu_seqlens
+from magi2.modules.sequence import SequenceDispatcher
 from magi2.options import Options
+from magi2.topology import Topology
 
 
 class Magi2Transformer(nn.Module):
@@ -23,9 +25,15 @@ class Magi2Transformer(nn.Module):
     Float32 products (adapters, hyper-connections, router) are meant to be true float32: leave
     TF32 off, as torch does by default.
 
+    On several ranks every rank is given the whole request, keeps its share of the tokens, and
+    returns the whole result. Where branches of guidance have their own ranks, the first half of
+    the packed sequences is one branch and the second half the other. Weights are whole on every
+    rank, but for the routed experts.
+
     Args:
         config: What the checkpoint fixes.
         options: What it leaves open.
+        topology: The ranks that share the work; None for one rank, whatever torch.distributed runs.
         device: Of the weights; "meta" for shapes alone.
     """
 
@@ -33,14 +41,16 @@ class Magi2Transformer(nn.Module):
         self,
         config: Magi2Config,
         options: Options | None = None,
+        topology: Topology | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         self.config = config
         self.options = options or Options()
-        self.expert_heads = range(config.moe.num_heads)
+        self.topology = topology or Topology()
+        self.expert_heads = self.topology.local_heads(config.moe.num_heads)
         self.pre_adapter = PreAdapter(config, device)
-        self.block = Block(config, self.options, device)
+        self.block = Block(config, self.options, self.topology, device)
         self.post_adapter = PostAdapter(config, device)
 
     def forward(
@@ -50,8 +60,9 @@ class Magi2Transformer(nn.Module):
         modality: torch.Tensor,
         cu_seqlens: torch.Tensor | Sequence[int],
         time_tokens: torch.Tensor,
+        split_sizes: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """Velocities of one packed request.
+        """Velocities of one packed request, the same arguments and result on every rank.
 
         Args:
             x: (tokens, channels) float32: latents and text features, zero-filled on the right.
@@ -59,21 +70,25 @@ class Magi2Transformer(nn.Module):
             modality: (tokens,) integers: 0 video, 1 audio, 2 text, 3 time (counts as text).
             cu_seqlens: Ends of the packed sequences, from 0 to tokens.
             time_tokens: (tokens, n) float32; overwrites the first n embedded channels. n may be 0.
+            split_sizes: Tokens of each rank of the sequence group; None for an even split. Where
+                branches have their own ranks, of this rank's branch.
 
         Returns:
             (tokens, output_channels) float32; rows of text tokens are zero.
 
         Raises:
             ValueError: If an argument has another shape or dtype, or holds what the model does
-                not know.
+                not know: before anything is sent, and on every rank alike.
         """
-        return self.run(x, self.plan(coords, modality, cu_seqlens), time_tokens)
+        plan = self.plan(coords, modality, cu_seqlens, split_sizes)
+        return self.run(x, plan, time_tokens)
 
     def plan(
         self,
         coords: torch.Tensor,
         modality: torch.Tensor,
         cu_seqlens: torch.Tensor | Sequence[int],
+        split_sizes: Sequence[int] | None = None,
     ) -> RequestPlan:
         """Work out what stays the same over all steps of a request; arguments as `forward`'s."""
         check_coords(coords)
@@ -83,21 +98,34 @@ class Magi2Transformer(nn.Module):
                 f"modality has {modality.shape[0]} ids and coords {coords.shape[0]} rows: expected "
                 "one of each for every token."
             )
+        topology = self.topology
+        ends, sizes = branch_ends(
+            check_cu_seqlens(cu_seqlens, coords.shape[0]), topology.cfg_rank, topology.cfg_size
+        )
+        branches = SequenceDispatcher(group=topology.cfg_group, split_sizes=sizes)
+        sequence = SequenceDispatcher.of(topology.sequence_group, ends[-1], split_sizes)
         return RequestPlan(
-            order=ModalityOrder.from_modality(modality),
-            rotary=self.pre_adapter.rope(coords),
-            cu_seqlens=check_cu_seqlens(cu_seqlens, coords.shape[0]),
+            order=ModalityOrder.from_modality(sequence.shard(branches.shard(modality))),
+            rotary=self.pre_adapter.rope(sequence.shard(branches.shard(coords))),
+            cu_seqlens=ends,
+            branches=branches,
+            sequence=sequence,
+            experts=SequenceDispatcher(
+                group=topology.expert_group,
+                split_sizes=tuple(sequence.split_sizes[rank] for rank in topology.expert_ranks),
+            ),
         )
 
     def run(self, x: torch.Tensor, plan: RequestPlan, time_tokens: torch.Tensor) -> torch.Tensor:
         """Velocities of a planned request; arguments as `forward`'s."""
-        self._check_tokens(x, plan.cu_seqlens[-1], time_tokens)
+        self._check_tokens(x, sum(plan.branches.split_sizes), time_tokens)
+        x, time_tokens = (plan.sequence.shard(plan.branches.shard(t)) for t in (x, time_tokens))
         embedded = self.pre_adapter(x, plan.order)
         # Diffusion time enters here and nowhere else: it replaces what was embedded.
         embedded = torch.cat([time_tokens, embedded[:, time_tokens.shape[1] :]], dim=1)
         streams = self.block(embedded.to(self.config.dtype), plan)
-        velocities: torch.Tensor = self.post_adapter(streams, plan.order)
-        return velocities
+        velocities = self.post_adapter(streams, plan.order)
+        return plan.branches.gather(plan.sequence.gather(velocities))
 
     def _check_tokens(self, x: torch.Tensor, num_tokens: int, time_tokens: torch.Tensor) -> None:
         for name, tensor in (("x", x), ("time_tokens", time_tokens)):

@@ -1,6 +1,10 @@
 """The attention branch: norm, projections, rotary, packed attention, gates, output.
 
-Letters: T tokens, H query heads, G key/value heads, D channels of a head, C hidden size.
+Everything but the attention itself works on this rank's tokens. Around it the ranks of the
+sequence group trade tokens for heads, and back.
+
+Letters: T this rank's tokens, N all tokens, H query heads, G key/value heads (both of the whole
+model, h and g on this rank), W ranks, D channels of a head, C hidden size.
 """
 
 from __future__ import annotations
@@ -13,6 +17,9 @@ from magi2.modules.linear import GroupedLinear, GroupedNorm
 from magi2.modules.request import RequestPlan
 from magi2.ops.attention import apply_sinks_torch, packed_attention_torch
 from magi2.ops.rotary import apply_rotary_torch
+from magi2.options import Options, head_shards_by_default
+from magi2.topology import Topology
+from ulysses_comm import flatten_head_shards, pack_head_shards, pin_head_layout
 
 
 class Attention(nn.Module):
@@ -20,14 +27,35 @@ class Attention(nn.Module):
 
     Args:
         config: The model's.
+        options: Which layouts the exchanges use.
+        topology: The ranks that share the sequence.
         num_modalities: Weight sets of this layer: 3 or 1.
         device: Of the weights.
+
+    Raises:
+        ValueError: If the ranks do not divide the heads.
     """
 
     def __init__(
-        self, config: Magi2Config, num_modalities: int, device: torch.device | str | None
+        self,
+        config: Magi2Config,
+        options: Options,
+        topology: Topology,
+        num_modalities: int,
+        device: torch.device | str | None,
     ) -> None:
         super().__init__()
+        self.rank, self.world_size = topology.sequence_rank, topology.sequence_size
+        if config.num_heads % self.world_size or config.num_kv_heads % self.world_size:
+            raise ValueError(
+                f"{config.num_heads} query and {config.num_kv_heads} key/value heads do not split "
+                f"over {self.world_size} ranks: expected a sequence group whose size divides both."
+            )
+        by_default = head_shards_by_default(device)
+        self.qkv_head_shards, self.output_head_shards = (
+            self.world_size > 1 and (by_default if asked is None else asked)
+            for asked in (options.qkv_head_shards, options.output_head_shards)
+        )
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.head_dim = config.head_dim
         self.softcap = config.attention_softcap
@@ -48,16 +76,27 @@ class Attention(nn.Module):
 
     def forward(self, u_TC: torch.Tensor, plan: RequestPlan) -> torch.Tensor:
         """(tokens, hidden) in modality order to the same."""
-        q_THD, k_TGD, v_TGD, gate_TH = self.project(u_TC, plan)
-        out_THD = self.attend(q_THD, k_TGD, v_TGD, plan)
-        return self.output(out_THD, gate_TH, plan)
+        qkv, gate_TH = self.project(u_TC, plan)
+        q_NhD, k_NgD, v_NgD = plan.sequence.scatter_heads(qkv)
+        out_NhD = self.attend(q_NhD, k_NgD, v_NgD, plan)
+        if self.output_head_shards:
+            return self.output(plan.sequence.gather_head_shards(out_NhD), gate_TH, plan)
+        return self.output(plan.sequence.gather_heads(out_NhD), gate_TH, plan)
 
     def project(
         self, u_TC: torch.Tensor, plan: RequestPlan
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Rotated q and k, and v, in packed order and the activation dtype; gate logits as u.
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Queries, keys and values of this rank's tokens, ready to be sent, and gate logits.
 
         The norms of q and k and their rotation are float32: one rounding, at the end.
+
+        Args:
+            u_TC: In modality order.
+            plan: Of the request.
+
+        Returns:
+            Rotated q and k, and v, in packed order and the activation dtype, each (T, heads, D) or
+            the head shards (T, W, heads / W, D) of one send buffer; and (T, H), in modality order.
         """
         sizes = plan.order.group_sizes
         x = self.pre_norm(u_TC, sizes)
@@ -67,20 +106,35 @@ class Attention(nn.Module):
         ungroup, rotary = plan.order.ungroup, plan.rotary
         q = apply_rotary_torch(ungroup(self.q_norm(q, sizes)), rotary).to(self.dtype)
         k = apply_rotary_torch(ungroup(self.k_norm(k, sizes)), rotary).to(self.dtype)
-        return q, k, ungroup(v), gate_TH
+        qkv_heads = [q, k, ungroup(v)]
+        if self.qkv_head_shards:
+            qkv_heads = pack_head_shards(qkv_heads, self.world_size)
+        return qkv_heads, gate_TH
 
     def attend(
-        self, q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, plan: RequestPlan
+        self, q_NhD: torch.Tensor, k_NgD: torch.Tensor, v_NgD: torch.Tensor, plan: RequestPlan
     ) -> torch.Tensor:
-        """Attention with sinks over whole sequences, in packed order."""
-        out, lse = packed_attention_torch(q_THD, k_TGD, v_TGD, plan.cu_seqlens, self.softcap)
-        return apply_sinks_torch(out, lse, self.sinks)[0]
+        """Attention of this rank's heads, with their sinks, over whole sequences."""
+        out, lse = packed_attention_torch(q_NhD, k_NgD, v_NgD, plan.cu_seqlens, self.softcap)
+        return apply_sinks_torch(out, lse, self.sinks.chunk(self.world_size, dim=1)[self.rank])[0]
 
-    def output(
-        self, out_THD: torch.Tensor, gate_TH: torch.Tensor, plan: RequestPlan
-    ) -> torch.Tensor:
-        """Gate each head and project: (tokens, hidden) in modality order."""
-        out_THD = plan.order.group(out_THD)
+    def output(self, out: torch.Tensor, gate_TH: torch.Tensor, plan: RequestPlan) -> torch.Tensor:
+        """Gate each head and project.
+
+        Args:
+            out: Attention of this rank's tokens in packed order, (T, H, D), or the head shards
+                (T, W, H / W, D) as they were received.
+            gate_TH: Gate logits in modality order.
+            plan: Of the request.
+
+        Returns:
+            (T, C) in modality order.
+        """
+        pin_head_layout(out, self.num_heads, self.head_dim, self.world_size)
+        # Gathered first: the copy that brings rows into modality order also flattens the shards.
+        out_THD = plan.order.group(out)
+        if out_THD.dim() == 4:
+            out_THD = flatten_head_shards(out_THD)
         gated = (out_THD * torch.sigmoid(gate_TH).unsqueeze(-1)).flatten(1)
         projected: torch.Tensor = self.linear_proj(gated, plan.order.group_sizes)
         return projected

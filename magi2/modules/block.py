@@ -12,6 +12,7 @@ from magi2.modules.mlp import DenseMlp
 from magi2.modules.moe import MultiHeadMoe
 from magi2.modules.request import RequestPlan
 from magi2.options import Options
+from magi2.topology import Topology
 
 
 class TransformerLayer(HyperConnections):
@@ -20,6 +21,7 @@ class TransformerLayer(HyperConnections):
     Args:
         config: The model's.
         options: Passed to the branches.
+        topology: Passed to the branches.
         layer: Index of the layer; says how many weight sets it has and which MLP.
         device: Of the weights.
     """
@@ -28,15 +30,16 @@ class TransformerLayer(HyperConnections):
         self,
         config: Magi2Config,
         options: Options,
+        topology: Topology,
         layer: int,
         device: torch.device | str | None,
     ) -> None:
         num_modalities = config.num_modalities(layer)
         super().__init__(config, num_modalities, device)
-        self.attention = Attention(config, num_modalities, device)
+        self.attention = Attention(config, options, topology, num_modalities, device)
         self.mlp: MultiHeadMoe | DenseMlp
         if layer in config.moe.layers:
-            self.mlp = MultiHeadMoe(config, options, device)
+            self.mlp = MultiHeadMoe(config, options, topology, device)
         else:
             self.mlp = DenseMlp(config, num_modalities, device)
 
@@ -53,16 +56,22 @@ class Block(nn.Module):
     Args:
         config: The model's.
         options: Passed to the layers.
+        topology: Passed to the layers.
         device: Of the weights.
     """
 
     def __init__(
-        self, config: Magi2Config, options: Options, device: torch.device | str | None
+        self,
+        config: Magi2Config,
+        options: Options,
+        topology: Topology,
+        device: torch.device | str | None,
     ) -> None:
         super().__init__()
         self.num_streams = config.num_streams
         self.layers = nn.ModuleList(
-            TransformerLayer(config, options, layer, device) for layer in range(config.num_layers)
+            TransformerLayer(config, options, topology, layer, device)
+            for layer in range(config.num_layers)
         )
 
     def forward(self, x: torch.Tensor, plan: RequestPlan) -> torch.Tensor:

@@ -1,15 +1,18 @@
-"""Router and routed experts of the heads that this rank holds."""
+"""Router and routed experts of the heads that this rank holds, and the way of tokens to them."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from magi2.config import Magi2Config
 from magi2.modules.router import Router
+from magi2.modules.sequence import SequenceDispatcher
 from magi2.ops.expert_mlp import expert_mlp_torch
 from magi2.ops.token_permute import sum_routes_torch
 from magi2.options import Options
+from magi2.topology import heads_per_rank
 
 
 class RoutedExperts(nn.Module):
@@ -37,6 +40,7 @@ class RoutedExperts(nn.Module):
         device: torch.device | str | None,
     ) -> None:
         super().__init__()
+        self.num_heads = num_heads
         self.route_sum = options.route_sum
         rows = num_heads * config.moe.num_experts
         dim, inner = config.moe_head_dim, config.moe.expert_intermediate_size
@@ -51,9 +55,45 @@ class RoutedExperts(nn.Module):
             self.register_parameter(name, nn.Parameter(weight))
 
     def forward(self, x_THD: torch.Tensor) -> torch.Tensor:
-        """(tokens, heads, head_dim) to the same."""
+        """(tokens, heads, head_dim) to the same; without heads, the input."""
+        if x_THD.shape[1] == 0:
+            return x_THD
         choice_HTK, weights_HTK = self.router(x_THD, self.gate)
         routes_THKD = expert_mlp_torch(
             x_THD, choice_HTK, weights_HTK, self.W_gate, self.W_up, self.W_down
         )
         return sum_routes_torch(routes_THKD, choice_HTK, self.route_sum)
+
+
+def run_on_head_owners(
+    x_THD: torch.Tensor, experts: RoutedExperts, dispatcher: SequenceDispatcher
+) -> torch.Tensor:
+    """Send each head's tokens to the rank that holds its experts, and bring the results back.
+
+    Ranks hold equal runs of heads; where the heads do not divide, the last ranks' runs are filled
+    up with heads of zeros, which travel, are not computed, and are dropped.
+
+    Args:
+        x_THD: This rank's tokens, all heads.
+        experts: Of the heads that this rank holds; perhaps none, it then only takes part.
+        dispatcher: Holds the tokens of each rank that shares the experts: no size is exchanged.
+
+    Returns:
+        x's shape.
+
+    Two all-to-alls, none on a lone rank.
+    """
+    world_size, num_heads = dispatcher.world_size, x_THD.shape[1]
+    if world_size == 1:
+        lone: torch.Tensor = experts(x_THD)
+        return lone
+    run = heads_per_rank(num_heads, world_size)
+    (mine,) = dispatcher.scatter_heads([_pad_heads(x_THD, run * world_size)])
+    routed = _pad_heads(experts(mine[:, : experts.num_heads]), run)
+    return dispatcher.gather_heads(routed)[:, :num_heads]
+
+
+def _pad_heads(x_THD: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Append heads of zeros up to num_heads."""
+    missing = num_heads - x_THD.shape[1]
+    return F.pad(x_THD, (0, 0, 0, missing)) if missing else x_THD

@@ -6,11 +6,12 @@ import torch
 from torch import nn
 
 from magi2.config import NUM_MODALITIES, Magi2Config
-from magi2.modules.experts import RoutedExperts
+from magi2.modules.experts import RoutedExperts, run_on_head_owners
 from magi2.modules.linear import GroupedLinear, GroupedNorm
 from magi2.modules.request import RequestPlan
 from magi2.ops.swiglu import swiglu7_torch
 from magi2.options import Options
+from magi2.topology import Topology
 
 
 class MultiHeadMoe(nn.Module):
@@ -21,11 +22,16 @@ class MultiHeadMoe(nn.Module):
     Args:
         config: The model's.
         options: Passed to the routed experts.
+        topology: The ranks that share the experts.
         device: Of the weights.
     """
 
     def __init__(
-        self, config: Magi2Config, options: Options, device: torch.device | str | None
+        self,
+        config: Magi2Config,
+        options: Options,
+        topology: Topology,
+        device: torch.device | str | None,
     ) -> None:
         super().__init__()
         hidden, width, dtype = config.hidden_size, config.moe_hidden_size, config.dtype
@@ -33,7 +39,8 @@ class MultiHeadMoe(nn.Module):
         self.num_heads = config.moe.num_heads
         self.pre_norm = GroupedNorm(hidden, NUM_MODALITIES, device)
         self.split_linear = GroupedLinear(hidden, width, 1, dtype, device)
-        self.moe_mlp = RoutedExperts(config, options, self.num_heads, device)
+        local_heads = len(topology.local_heads(self.num_heads))
+        self.moe_mlp = RoutedExperts(config, options, local_heads, device)
         self.merge_linear = GroupedLinear(width, hidden, 1, dtype, device)
         self.shared_expert_fc1 = GroupedLinear(hidden, 2 * shared, 1, dtype, device)
         self.shared_expert_fc2 = GroupedLinear(shared, hidden, 1, dtype, device)
@@ -48,7 +55,7 @@ class MultiHeadMoe(nn.Module):
         """(tokens, hidden) in modality order to the same."""
         sizes = plan.order.group_sizes
         x = self.pre_norm(u, sizes)
-        routed = self.merge_linear(self.route(self.split_linear(x, sizes)), sizes)
+        routed = self.merge_linear(self.route(self.split_linear(x, sizes), plan), sizes)
         # Each first projection is activated on its own: its result stays dense for the second.
         shared_inner = swiglu7_torch(self.shared_expert_fc1(x, sizes))
         shared = self.shared_expert_fc2(shared_inner, sizes)
@@ -57,7 +64,7 @@ class MultiHeadMoe(nn.Module):
         out: torch.Tensor = routed + (shared + own)
         return out
 
-    def route(self, x: torch.Tensor) -> torch.Tensor:
+    def route(self, x: torch.Tensor, plan: RequestPlan) -> torch.Tensor:
         """The routed experts on the heads of (tokens, moe_hidden), as such a tensor."""
-        routed: torch.Tensor = self.moe_mlp(x.unflatten(1, (self.num_heads, -1)))
-        return routed.flatten(1)
+        heads = x.unflatten(1, (self.num_heads, -1))
+        return run_on_head_owners(heads, self.moe_mlp, plan.experts).flatten(1)

@@ -9,6 +9,7 @@ from itertools import pairwise
 import torch
 
 from magi2.modules.modality import ModalityOrder
+from magi2.modules.sequence import SequenceDispatcher
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,12 +19,18 @@ class RequestPlan:
     Args:
         order: Modality order of this rank's tokens.
         rotary: (tokens, 6 * bands) float32 table of this rank's tokens, in packed order.
-        cu_seqlens: Ends of the packed sequences, over all ranks, from 0.
+        cu_seqlens: Ends of the packed sequences that this rank's sequence group runs, from 0.
+        branches: The request's split over the groups that run branches of guidance.
+        sequence: The split of a branch's tokens over the sequence group.
+        experts: The same split over the ranks that share the experts with this one.
     """
 
     order: ModalityOrder
     rotary: torch.Tensor
     cu_seqlens: tuple[int, ...]
+    branches: SequenceDispatcher
+    sequence: SequenceDispatcher
+    experts: SequenceDispatcher
 
 
 def check_cu_seqlens(cu_seqlens: torch.Tensor | Sequence[int], num_tokens: int) -> tuple[int, ...]:
@@ -52,3 +59,31 @@ def check_cu_seqlens(cu_seqlens: torch.Tensor | Sequence[int], num_tokens: int) 
             f"fall, and end at {num_tokens}, the tokens of the packed input."
         )
     return tuple(ends)
+
+
+def branch_ends(
+    cu_seqlens: tuple[int, ...], branch: int, num_branches: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Divide packed sequences among branches, in equal runs.
+
+    Args:
+        cu_seqlens: Ends of all packed sequences, from 0.
+        branch: Whose ends to return.
+        num_branches: Runs to make.
+
+    Returns:
+        The branch's own ends, from 0, and the tokens of every branch.
+
+    Raises:
+        ValueError: If the sequences do not divide.
+    """
+    num_sequences = len(cu_seqlens) - 1
+    if num_sequences % num_branches:
+        raise ValueError(
+            f"{num_sequences} packed sequences do not divide among {num_branches} branches: "
+            "expected as many unconditional sequences as conditional ones, and no padding."
+        )
+    run = num_sequences // num_branches
+    own = cu_seqlens[branch * run : (branch + 1) * run + 1]
+    starts = cu_seqlens[::run]
+    return tuple(end - own[0] for end in own), tuple(b - a for a, b in pairwise(starts))

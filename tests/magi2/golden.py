@@ -22,6 +22,7 @@ from magi2 import presets
 from magi2.config import Magi2Config
 from magi2.modules.modality import ModalityOrder
 from magi2.modules.request import RequestPlan
+from magi2.modules.sequence import SequenceDispatcher
 
 FOLDER = Path(os.environ.get("MAGI2_GOLDEN_DIR", Path(__file__).parents[1] / "golden"))
 
@@ -142,4 +143,7 @@ def plan_of(golden: GoldenFile, config: Magi2Config) -> RequestPlan:
         order=ModalityOrder.from_modality(modality),
         rotary=golden.tensors.get("in.rope", no_angles),
         cu_seqlens=tuple(ends.tolist()),
+        branches=SequenceDispatcher(split_sizes=(len(modality),)),
+        sequence=SequenceDispatcher(split_sizes=(len(modality),)),
+        experts=SequenceDispatcher(split_sizes=(len(modality),)),
     )

@@ -17,6 +17,7 @@ from magi2.modules.moe import MultiHeadMoe
 from magi2.ops.attention import apply_sinks_torch, packed_attention_torch
 from magi2.ops.routing import router_logits_torch
 from magi2.options import Options
+from magi2.topology import Topology
 from magi2.transformer import Magi2Transformer
 from tests.magi2.golden import (
     MODEL_RELATIVE_RMS,
@@ -80,12 +81,12 @@ def test_hyper_connections_match_the_reference(golden, precision):
 @golden_files("attention_module.*")
 def test_attention_matches_the_reference(golden):
     config = arch(golden)
-    module = Attention(config, config.num_modalities(golden.layer), None)
+    module = Attention(config, Options(), Topology(), config.num_modalities(golden.layer), None)
     module.load_state_dict(golden.weights("attention"))
     plan = plan_of(golden, config)
     order, x = plan.order, plan.order.group(golden["in.x"])
     golden.check("fp32", "mid.normed", order.ungroup(module.pre_norm(x, order.group_sizes)))
-    q, k, v, gate = module.project(x, plan)
+    (q, k, v), gate = module.project(x, plan)
     out, lse = packed_attention_torch(q, k, v, plan.cu_seqlens, module.softcap)
     out, lse = apply_sinks_torch(out, lse, module.sinks)
     results = {
@@ -154,7 +155,7 @@ def check_routes(golden, prefix, choice, weights):
 @golden_files("moe_layer.*")
 def test_moe_branch_matches_the_reference(golden):
     config = arch(golden)
-    module = MultiHeadMoe(config, Options(), None)
+    module = MultiHeadMoe(config, Options(), Topology(), None)
     module.load_state_dict(golden.weights("mlp"))
     plan = plan_of(golden, config)
     order, sizes = plan.order, plan.order.group_sizes
@@ -170,7 +171,7 @@ def test_moe_branch_matches_the_reference(golden):
         "mid.normed": order.ungroup(normed),
         "mid.split": order.ungroup(split),
         "mid.router_logits": logits,
-        "mid.routed": order.ungroup(module.route(split)),
+        "mid.routed": order.ungroup(module.route(split, plan)),
         "out.y": order.ungroup(module(x, plan)),
     }
     for name, value in results.items():
@@ -180,7 +181,7 @@ def test_moe_branch_matches_the_reference(golden):
 @golden_files("layer_.*")
 def test_layer_matches_the_reference(golden):
     config = arch(golden)
-    module = TransformerLayer(config, Options(), golden.layer, None)
+    module = TransformerLayer(config, Options(), Topology(), golden.layer, None)
     module.load_state_dict(golden.weights())
     plan = plan_of(golden, config)
     seen = {}
