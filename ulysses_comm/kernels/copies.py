@@ -59,12 +59,12 @@ class CopyTile(NamedTuple):
         load_policy: Triton's eviction policy for the loads.
     """
 
-    tile_bytes: int = 24576
+    tile_bytes: int = 20000
     max_block: int = 2048
-    num_warps: int = 4
+    num_warps: int = 8
     ranks_first: bool = True
     convert_vec: int = 4
-    load_policy: str = "evict_first"
+    load_policy: str = ""
 
 
 DEFAULT_TILE = CopyTile()
