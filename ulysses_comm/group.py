@@ -52,7 +52,8 @@ def resolve_group(group: Group) -> dist.ProcessGroup | None:
         return None
     if isinstance(group, DeviceMesh):
         return _group_of_mesh(group)
-    if group == dist.GroupMember.NON_GROUP_MEMBER:
+    # What torch hands to ranks outside a new group is an int.
+    if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(_NOT_A_MEMBER)
     raise TypeError(
         f"group is a {type(group).__name__}: expected a torch.distributed ProcessGroup, a 1-D "
