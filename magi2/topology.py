@@ -87,13 +87,14 @@ class Topology:
         """Groups of ranks that run branches; 1 runs all branches packed in one sequence."""
         return _place(self.cfg_group)[1]
 
-    def local_heads(self, num_heads: int) -> range:
-        """Heads of the mixture that this rank holds; none where others take them all.
+    def local_heads(self, num_heads: int, expert_rank: int | None = None) -> range:
+        """Heads of the mixture that an expert rank holds; none where others take them all.
 
-        Heads go to expert ranks in runs of `ceil(num_heads / expert_size)`.
+        Heads go to expert ranks in runs of `ceil(num_heads / expert_size)`. None is this rank.
         """
         run = heads_per_rank(num_heads, self.expert_size)
-        start = min(self.expert_rank * run, num_heads)
+        place = self.expert_rank if expert_rank is None else expert_rank
+        start = min(place * run, num_heads)
         return range(start, min(start + run, num_heads))
 
     @classmethod
