@@ -29,7 +29,7 @@ SPLIT_SIZES = balanced_split_sizes(TOKENS, WORLD_SIZE)
 
 def step(
     group: dist.ProcessGroup, x: torch.Tensor, weights: list[torch.Tensor]
-) -> tuple[torch.Tensor, int]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Project this rank's tokens, trade axes there and back without attention in between.
 
     Args:
@@ -38,7 +38,7 @@ def step(
         weights: Three of (HIDDEN, NUM_HEADS * HEAD_DIM).
 
     Returns:
-        This rank's rows of the value projection as it came back, and the send buffer's address.
+        This rank's rows of the value projection as they came back, and the send buffer.
     """
     mine = x.split(SPLIT_SIZES)[group.rank()]
     shards = empty_head_shards(
@@ -52,7 +52,7 @@ def step(
         torch.mm(mine, columns, out=block)
     _, _, v = scatter_heads_gather_seqlen(shards, SPLIT_SIZES, group)
     returned = scatter_seqlen_gather_head_shards(v.contiguous(), SPLIT_SIZES, group)
-    return returned.flatten(1), send_buffer.data_ptr()
+    return returned.flatten(1), send_buffer
 
 
 def main() -> None:
@@ -64,6 +64,9 @@ def main() -> None:
 
     values = torch.cat([value for value, _ in simulation.results])
     torch.testing.assert_close(values, x @ weights[2])
+    for rank, (_, send_buffer) in enumerate(simulation.results):
+        simulation.traffic.assert_sent_from(send_buffer, rank=rank)
+    assert simulation.traffic.copied_bytes == [0] * WORLD_SIZE
     print(simulation.traffic.table())
     print("Sent from where the projection stored it; nothing was copied.")
 
