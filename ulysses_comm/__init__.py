@@ -5,9 +5,11 @@ from ulysses_comm.exchange import (
     scatter_heads_gather_seqlen,
     scatter_seqlen_gather_head_shards,
     scatter_seqlen_gather_heads,
+    scatter_seqlen_gather_heads_each,
     start_scatter_heads_gather_seqlen,
     start_scatter_seqlen_gather_head_shards,
     start_scatter_seqlen_gather_heads,
+    start_scatter_seqlen_gather_heads_each,
 )
 from ulysses_comm.group import LONE_RANK, Group
 from ulysses_comm.head_shards import (
@@ -41,10 +43,12 @@ __all__ = [
     "scatter_heads_gather_seqlen",
     "scatter_seqlen_gather_head_shards",
     "scatter_seqlen_gather_heads",
+    "scatter_seqlen_gather_heads_each",
     "simulate",
     "simulate_world",
     "split_query_groups",
     "start_scatter_heads_gather_seqlen",
     "start_scatter_seqlen_gather_head_shards",
     "start_scatter_seqlen_gather_heads",
+    "start_scatter_seqlen_gather_heads_each",
 ]

@@ -54,14 +54,14 @@ class SeqlenScatter:
     """A checked output exchange.
 
     Attributes:
-        tensor: (seqlen, heads of this rank, head_dim), contiguous.
+        inputs: Each (seqlen, heads of this rank, head_dim).
         split_sizes: Tokens each rank owns, in rank order.
-        wire: The layout.
+        wire: The layout; None if there are no inputs.
     """
 
-    tensor: torch.Tensor
+    inputs: list[torch.Tensor]
     split_sizes: list[int]
-    wire: Wire
+    wire: Wire | None
 
     def facts(self) -> dict[str, object]:
         """What all ranks must have in common for this exchange to be one."""
@@ -110,41 +110,37 @@ def check_head_scatter(
 
 
 def check_seqlen_scatter(
-    tensor: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
     split_sizes: Sequence[int],
     rank: int,
     world_size: int,
     *,
-    head_split: HeadSplit | None,
+    head_splits: Sequence[HeadSplit] | None,
+    keep_dtypes: bool,
+    alone: bool,
 ) -> SeqlenScatter:
-    """Check the arguments of the output exchange.
+    """Check the arguments of the output exchange; `alone` if it is called with one tensor.
 
     Raises:
         ValueError: For everything the caller can get wrong; names the argument, what was given and
             what was expected.
     """
     sizes = check_split_sizes(split_sizes, world_size)
-    (tensor,) = check_tensors([tensor], name="tensor")
-    if tensor.dim() != 3:
-        raise ValueError(
-            f"tensor has shape {tuple(tensor.shape)}: expected 3 dimensions (seqlen, heads of this "
-            "rank, head_dim), the attention output of the whole sequence. Merge a batch into it."
-        )
-    if tensor.shape[0] != sum(sizes):
-        raise ValueError(
-            f"tensor has {tensor.shape[0]} tokens, but split_sizes={sizes} add up to {sum(sizes)}: "
-            "expected the attention output of the whole sequence."
-        )
-    check_contiguous("tensor", tensor)
-    split = even_split(tensor.shape[1], world_size) if head_split is None else head_split
-    _check_split("head_split", split, split.num_heads, world_size)
-    if tensor.shape[1] != split.counts[rank]:
-        raise ValueError(
-            f"tensor of shape {tuple(tensor.shape)} has {tensor.shape[1]} heads: expected "
-            f"{split.counts[rank]}, those of rank {rank} by head_split={list(split.ranges)}."
-        )
-    wire = plan_wire((tensor.dtype,), (tensor.shape[2],), (split,))
-    return SeqlenScatter(tensor, sizes, wire)
+    name, split_name = ("tensor", "head_split") if alone else ("tensors[{}]", "head_splits[{}]")
+    tensors = check_tensors(tensors, name=name)
+    if not tensors:
+        return SeqlenScatter([], sizes, None)
+    for index, tensor in enumerate(tensors):
+        _check_attention_output(name.format(index), tensor, sizes)
+    if alone:
+        check_contiguous(name, tensors[0])
+    check_same_device(tensors)
+    if not keep_dtypes:
+        check_same_head_dim(tensors)
+    splits = _output_splits(tensors, head_splits, split_name, rank, world_size)
+    dtypes = [t.dtype for t in tensors] if keep_dtypes else [promoted_dtype(tensors)] * len(tensors)
+    wire = plan_wire(tuple(dtypes), tuple(tensor.shape[2] for tensor in tensors), splits)
+    return SeqlenScatter(tensors, sizes, wire)
 
 
 def check_out(
@@ -179,6 +175,28 @@ def check_out(
         )
 
 
+def check_results(
+    results: Sequence[torch.Tensor], checked: SeqlenScatter, rank: int, *, as_shards: bool
+) -> None:
+    """Check the tensors that a caller wants the results of an output exchange in.
+
+    Raises:
+        ValueError: As `check_out`; also if there is not one for each input.
+    """
+    if len(results) != len(checked.inputs) or checked.wire is None:
+        raise ValueError(
+            f"out has {len(results)} tensors for {len(checked.inputs)} inputs: expected one for "
+            "each."
+        )
+    tokens, world_size = checked.split_sizes[rank], len(checked.split_sizes)
+    for index, (out, split) in enumerate(zip(results, checked.wire.splits, strict=True)):
+        head_dim = checked.wire.head_dims[index]
+        shape: tuple[int, ...] = (tokens, split.num_heads, head_dim)
+        if as_shards:
+            shape = (world_size, tokens, split.counts[rank], head_dim)
+        check_out(out, shape, checked.wire.dtypes[index], checked.inputs)
+
+
 def _wire_facts(wire: Wire | None) -> dict[str, object]:
     if wire is None:
         return {"inputs": 0}
@@ -206,6 +224,48 @@ def _check_head_input(name: str, tensor: torch.Tensor, split_sizes: list[int], r
         )
 
 
+def _check_attention_output(name: str, tensor: torch.Tensor, split_sizes: list[int]) -> None:
+    if tensor.dim() != 3:
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)}: expected 3 dimensions (seqlen, heads of this "
+            "rank, head_dim), the attention output of the whole sequence. Merge a batch into it."
+        )
+    if tensor.shape[0] != sum(split_sizes):
+        raise ValueError(
+            f"{name} has {tensor.shape[0]} tokens, but split_sizes={split_sizes} add up to "
+            f"{sum(split_sizes)}: expected the attention output of the whole sequence."
+        )
+
+
+def _output_splits(
+    tensors: Sequence[torch.Tensor],
+    head_splits: Sequence[HeadSplit] | None,
+    split_name: str,
+    rank: int,
+    world_size: int,
+) -> tuple[HeadSplit, ...]:
+    if head_splits is None:
+        return tuple(even_split(tensor.shape[1], world_size) for tensor in tensors)
+    _check_one_for_each(head_splits, tensors)
+    for index, (tensor, split) in enumerate(zip(tensors, head_splits, strict=True)):
+        name = split_name.format(index)
+        _check_split(name, split, split.num_heads, world_size)
+        if tensor.shape[1] != split.counts[rank]:
+            raise ValueError(
+                f"A tensor of shape {tuple(tensor.shape)} has {tensor.shape[1]} heads: expected "
+                f"{split.counts[rank]}, those of rank {rank} by {name}={list(split.ranges)}."
+            )
+    return tuple(head_splits)
+
+
+def _check_one_for_each(head_splits: Sequence[HeadSplit], tensors: Sequence[torch.Tensor]) -> None:
+    if len(head_splits) != len(tensors):
+        raise ValueError(
+            f"head_splits has {len(head_splits)} entries for {len(tensors)} tensors: expected one "
+            "for each."
+        )
+
+
 def _num_heads(tensor: torch.Tensor) -> int:
     return tensor.shape[1] if tensor.dim() == 3 else tensor.shape[1] * tensor.shape[2]
 
@@ -218,11 +278,7 @@ def _splits_of(
             name = f"tensors[{index}] of shape {tuple(tensor.shape)}"
             check_heads_divide(name, _num_heads(tensor), world_size)
         return tuple(even_split(_num_heads(t) // world_size, world_size) for t in tensors)
-    if len(head_splits) != len(tensors):
-        raise ValueError(
-            f"head_splits has {len(head_splits)} entries for {len(tensors)} tensors: expected one "
-            "for each."
-        )
+    _check_one_for_each(head_splits, tensors)
     for index, (tensor, split) in enumerate(zip(tensors, head_splits, strict=True)):
         _check_split(f"head_splits[{index}]", split, _num_heads(tensor), world_size)
     return tuple(head_splits)

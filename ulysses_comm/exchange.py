@@ -16,7 +16,11 @@ import torch
 
 from ulysses_comm.group import Group
 from ulysses_comm.head_split import HeadSplit
-from ulysses_comm.launch import launch_scatter_heads, launch_scatter_seqlen
+from ulysses_comm.launch import (
+    launch_scatter_heads,
+    launch_scatter_seqlen,
+    launch_scatter_seqlen_each,
+)
 from ulysses_comm.pending import Pending
 from ulysses_comm.workspace import Workspace
 
@@ -243,6 +247,86 @@ def start_scatter_seqlen_gather_heads(
         split_sizes,
         group,
         head_split=head_split,
+        as_shards=False,
+        validate=validate,
+        workspace=workspace,
+        out=out,
+        async_op=True,
+    )
+
+
+def scatter_seqlen_gather_heads_each(
+    tensors: Sequence[torch.Tensor],
+    split_sizes: Sequence[int],
+    group: Group,
+    *,
+    head_splits: Sequence[HeadSplit] | None = None,
+    keep_dtypes: bool = False,
+    validate: bool | timedelta = False,
+    workspace: Workspace | None = None,
+    out: Sequence[torch.Tensor] | None = None,
+) -> list[torch.Tensor]:
+    """Do `scatter_seqlen_gather_heads` for several tensors in one collective.
+
+    Args:
+        tensors: Such as the attention output and its log-sum-exp, each (seqlen, num_heads_local,
+            head_dim) with any strides.
+        split_sizes: Tokens each rank owns, in rank order; zero is allowed.
+        group: As in `scatter_heads_gather_seqlen`.
+        head_splits: Which heads of each tensor each rank has; None if every rank has equally many.
+        keep_dtypes: Send the bytes of each tensor as they are and give each result its tensor's
+            dtype, instead of promoting all. head_dim may then differ.
+        validate: As in `scatter_heads_gather_seqlen`.
+        workspace: Where to take the buffers and the results from; None allocates them.
+        out: The results to write, one (seqlen_local, num_heads, head_dim) for each tensor,
+            contiguous. Not for tensors that autograd tracks.
+
+    Returns:
+        For each tensor (seqlen_local, num_heads, head_dim), head order kept; heads that several
+        ranks have are summed. A lone rank gets its tensors back.
+
+    Raises:
+        ValueError: For bad input, on the rank at fault, before anything is sent.
+        RankDisagreementError: If validate is on and the ranks disagree or one is missing.
+
+    One all-to-all, one copy after it, and one before it unless the tensors lie side by side on the
+    head axis of one buffer. Differentiable.
+    """
+    return launch_scatter_seqlen_each(
+        tensors,
+        split_sizes,
+        group,
+        head_splits=head_splits,
+        keep_dtypes=keep_dtypes,
+        as_shards=False,
+        validate=validate,
+        workspace=workspace,
+        out=out,
+        async_op=False,
+    ).wait()
+
+
+def start_scatter_seqlen_gather_heads_each(
+    tensors: Sequence[torch.Tensor],
+    split_sizes: Sequence[int],
+    group: Group,
+    *,
+    head_splits: Sequence[HeadSplit] | None = None,
+    keep_dtypes: bool = False,
+    validate: bool | timedelta = False,
+    workspace: Workspace | None = None,
+    out: Sequence[torch.Tensor] | None = None,
+) -> Pending[list[torch.Tensor]]:
+    """Start `scatter_seqlen_gather_heads_each`; `wait()` on the handle returns its results.
+
+    Arguments and errors as there. The tensors must not be written to before `wait()` returns.
+    """
+    return launch_scatter_seqlen_each(
+        tensors,
+        split_sizes,
+        group,
+        head_splits=head_splits,
+        keep_dtypes=keep_dtypes,
         as_shards=False,
         validate=validate,
         workspace=workspace,

@@ -14,6 +14,7 @@ from ulysses_comm.checks import (
     SeqlenScatter,
     check_head_scatter,
     check_out,
+    check_results,
     check_seqlen_scatter,
 )
 from ulysses_comm.collective import is_tracked
@@ -87,26 +88,78 @@ def launch_scatter_seqlen(
     async_op: bool,
 ) -> Pending[torch.Tensor]:
     """Check and start an output exchange; see `scatter_seqlen_gather_heads` for the arguments."""
+    return launch_scatter_seqlen_each(
+        [tensor],
+        split_sizes,
+        group,
+        head_splits=None if head_split is None else [head_split],
+        keep_dtypes=False,
+        as_shards=as_shards,
+        validate=validate,
+        workspace=workspace,
+        out=None if out is None else [out],
+        async_op=async_op,
+        alone=True,
+    ).then(lambda results: results[0])
+
+
+def launch_scatter_seqlen_each(
+    tensors: Sequence[torch.Tensor],
+    split_sizes: Sequence[int],
+    group: Group,
+    *,
+    head_splits: Sequence[HeadSplit] | None,
+    keep_dtypes: bool,
+    as_shards: bool,
+    validate: bool | timedelta,
+    workspace: Workspace | None,
+    out: Sequence[torch.Tensor] | None,
+    async_op: bool,
+    alone: bool = False,
+    results: Sequence[torch.Tensor] | None = None,
+) -> Pending[list[torch.Tensor]]:
+    """Check and start an output exchange of several tensors.
+
+    See `scatter_seqlen_gather_heads_each` for the arguments. `as_shards` asks for views (tokens,
+    world_size, heads per rank, head_dim); `alone` says that there is one tensor, which is to be
+    contiguous; `results` is as `out`, but of any strides, for tracked tensors too, and not checked:
+    memory that nothing else sees.
+    """
     process_group = resolve_group(group)
     rank, world_size = rank_and_world_size(process_group)
 
     def check() -> SeqlenScatter:
-        checked = check_seqlen_scatter(tensor, split_sizes, rank, world_size, head_split=head_split)
-        tokens, heads = checked.split_sizes[rank], checked.wire.splits[0].num_heads
-        shards = (world_size, tokens, *checked.wire.row_shape(rank))
-        shape = shards if as_shards else (tokens, heads, tensor.shape[2])
-        check_out(out, shape, tensor.dtype, [tensor])
+        checked = check_seqlen_scatter(
+            tensors,
+            split_sizes,
+            rank,
+            world_size,
+            head_splits=head_splits,
+            keep_dtypes=keep_dtypes,
+            alone=alone,
+        )
+        if out is not None:
+            check_results(out, checked, rank, as_shards=as_shards)
         return checked
 
     checked = agree(check, process_group, validate)
+    inputs, wire = checked.inputs, checked.wire
+    if wire is None:
+        return Pending.of([])
     if process_group is None or world_size == 1:
-        (result,) = _alone([tensor], checked.wire, out)
-        return Pending.of(result.unsqueeze(1) if as_shards else result)
+        kept = [t.to(dtype) for t, dtype in zip(inputs, wire.dtypes, strict=True)]
+        if results is not None or out is not None:
+            kept = _copied(kept, results or out or [])
+        return Pending.of([t.unsqueeze(1) for t in kept] if as_shards else kept)
     route = Route(process_group, rank, tuple(checked.split_sizes))
+    shards = [as_shards] * len(inputs)
     if torch.compiler.is_compiling():
-        return Pending.of(scatter_seqlen_traced([tensor], checked.wire, route, [as_shards])[0])
-    buffers = Buffers(workspace, receive=out) if as_shards else Buffers(workspace, result=out)
-    return _start_seqlen(tensor, checked.wire, route, buffers, as_shards, async_op)
+        return Pending.of(scatter_seqlen_traced(inputs, wire, route, shards))
+    if as_shards and out is not None:
+        buffers = Buffers(workspace, receive=out[0])
+    else:
+        buffers = Buffers(workspace, results=out if results is None else results)
+    return _start_seqlen(inputs, wire, route, buffers, shards, async_op)
 
 
 def _start_heads(
@@ -134,26 +187,29 @@ def _start_heads(
 
 
 def _start_seqlen(
-    tensor: torch.Tensor,
+    inputs: list[torch.Tensor],
     wire: Wire,
     route: Route,
     buffers: Buffers,
-    as_shards: bool,
+    as_shards: list[bool],
     async_op: bool,
-) -> Pending[torch.Tensor]:
-    tracked = is_tracked([tensor])
-    transfer = start_scatter_seqlen([tensor.detach()], wire, route, buffers, async_op=async_op)
+) -> Pending[list[torch.Tensor]]:
+    tracked = is_tracked(inputs)
+    sent = [tensor.detach() for tensor in inputs] if tracked else inputs
+    transfer = start_scatter_seqlen(sent, wire, route, buffers, async_op=async_op)
 
     def finish() -> list[torch.Tensor]:
-        return finish_scatter_seqlen(transfer, [as_shards])
+        return finish_scatter_seqlen(transfer, as_shards)
 
-    def finish_one() -> torch.Tensor:
-        if not tracked:
-            return finish()[0]
+    def finish_tracked() -> list[torch.Tensor]:
         with torch.enable_grad():
-            return track_scatter_seqlen(finish, wire, route, [tensor])[0]
+            return track_scatter_seqlen(finish, wire, route, inputs)
 
-    return Pending(finish_one)
+    return Pending(finish_tracked if tracked else finish)
+
+
+def _copied(tensors: Sequence[torch.Tensor], places: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [place.view_as(t).copy_(t) for place, t in zip(places, tensors, strict=True)]
 
 
 def _alone(tensors: list[torch.Tensor], wire: Wire, out: torch.Tensor | None) -> list[torch.Tensor]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 ResultT = TypeVar("ResultT")
+ChangedT = TypeVar("ChangedT")
 
 
 class Pending(Generic[ResultT]):
@@ -23,6 +24,10 @@ class Pending(Generic[ResultT]):
     def of(cls, result: ResultT) -> Pending[ResultT]:
         """Return a handle of something that is there already."""
         return cls(lambda: result)
+
+    def then(self, change: Callable[[ResultT], ChangedT]) -> Pending[ChangedT]:
+        """Return a handle of what `change` makes of this one's result."""
+        return Pending(lambda: change(self.wait()))
 
     def wait(self) -> ResultT:
         """Return the result once it is there; the same result when called again."""

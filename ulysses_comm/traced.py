@@ -56,6 +56,8 @@ def scatter_seqlen_traced(
     inputs: Sequence[torch.Tensor], wire: Wire, route: Route, as_shards: Sequence[bool]
 ) -> list[torch.Tensor]:
     """Do what `start_scatter_seqlen` and `finish_scatter_seqlen` do, traceably."""
+    if not wire.is_uniform:
+        return _scatter_seqlen_bytes(inputs, wire, route, as_shards)
     send = inputs[0] if len(inputs) == 1 else torch.cat(list(inputs), dim=1)
     if wire.is_even:
         received = all_to_all_rows(
@@ -116,6 +118,30 @@ def _scatter_heads_bytes(
         route.group,
     )
     return wire.gathered(received.view(route.seqlen, own_row), route.rank)
+
+
+def _scatter_seqlen_bytes(
+    inputs: Sequence[torch.Tensor], wire: Wire, route: Route, as_shards: Sequence[bool]
+) -> list[torch.Tensor]:
+    """Send rows of bytes; nothing here carries a gradient."""
+    _refuse_bytes_with_gradient(inputs, wire)
+    own_row = wire.row_sizes[route.rank]
+    send = inputs[0].new_zeros((route.seqlen, own_row), dtype=torch.uint8)
+    for part, tensor in zip(wire.gathered(send, route.rank), inputs, strict=True):
+        part.copy_(tensor)
+    sizes = [route.tokens * row for row in wire.row_sizes]
+    received = all_to_all_rows(
+        send.flatten(), sizes, [size * own_row for size in route.split_sizes], route.group
+    )
+    blocks = [
+        wire.gathered(block.view(route.tokens, wire.row_sizes[rank]), rank)
+        for rank, block in enumerate(received.split(sizes))
+    ]
+    parts_of = [[block[index] for block in blocks] for index in range(len(wire.splits))]
+    return [
+        torch.stack(parts, dim=1) if shards else _assemble(parts, wire, index)
+        for index, (parts, shards) in enumerate(zip(parts_of, as_shards, strict=True))
+    ]
 
 
 def _refuse_bytes_with_gradient(inputs: Sequence[torch.Tensor], wire: Wire) -> None:

@@ -51,12 +51,12 @@ class Buffers:
     Attributes:
         workspace: Keeps buffers between calls; None for fresh ones.
         receive: The caller's own receive buffer, of the right size.
-        result: The caller's own tensor for a flattened result.
+        results: The caller's own tensor for each flattened result, of any strides.
     """
 
     workspace: Workspace | None = None
     receive: torch.Tensor | None = None
-    result: torch.Tensor | None = None
+    results: Sequence[torch.Tensor] | None = None
 
     def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return an unwritten buffer."""
@@ -222,12 +222,12 @@ def _flatten(parts: list[tuple[Run, torch.Tensor]], transfer: Transfer, index: i
     wire, route, buffers = transfer.wire, transfer.route, transfer.buffers
     split = wire.splits[index]
     shape = (route.tokens, split.num_heads, wire.head_dims[index])
+    flat = None if buffers.results is None else buffers.results[index]
     if split.overlaps:
         total = _sum_shares(parts, shape, wire.dtypes[index])
-        return total if buffers.result is None else buffers.result.copy_(total)
-    if buffers.result is None and len(parts) == 1 and flattens_as_view(parts[0][1]):
+        return total if flat is None else flat.copy_(total)
+    if flat is None and len(parts) == 1 and flattens_as_view(parts[0][1]):
         return parts[0][1].flatten(1, 2)
-    flat = buffers.result
     if flat is None:
         flat = buffers.take(shape, wire.dtypes[index], transfer.receive.device)
     for run, view in parts:
