@@ -30,6 +30,9 @@ class Magi2Transformer(nn.Module):
     the packed sequences is one branch and the second half the other. Weights are whole on every
     rank, but for the routed experts.
 
+    Gradients flow on several ranks too. Each rank's loss on the result counts, so divide it by
+    their number; then add up the gradients of the whole weights over the ranks.
+
     Args:
         config: What the checkpoint fixes.
         options: What it leaves open.

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from magi2 import presets
+from magi2.initialise import initialise
 from magi2.modules.experts import run_on_head_owners
 from magi2.modules.sequence import SequenceDispatcher
 from magi2.options import Options
@@ -124,6 +125,31 @@ def test_branches_packed_or_on_their_own_ranks_equal_one_rank(world_size, cfg_si
         lambda: on_mesh(config, packed, cfg_size=cfg_size, expert_size=expert_size),
     )
     check_sharded(simulation.results, velocities(config, packed), torch.float32)
+
+
+@pytest.mark.parametrize(("world_size", "splits"), [(2, None), (3, [75, 0, 0])])
+@pytest.mark.parametrize("layout", ["packed", "flat"])
+def test_gradients_of_all_ranks_add_up_to_those_of_one(world_size, splits, layout):
+    config = presets.tiny_uneven(torch.float32)
+    packed, weight = packed_pair(config), torch.randn(TOKENS, 8)
+
+    def gradients(topology, splits):
+        model = Magi2Transformer(config, LAYOUTS[layout], topology)
+        initialise(model)
+        # Every rank has the whole result, so every rank's loss counts.
+        ((model(*packed, splits) * weight).sum() / topology.sequence_size).backward()
+        return {
+            name: torch.zeros_like(p) if p.grad is None else p.grad
+            for name, p in model.named_parameters()
+        }
+
+    expected = gradients(Topology(), None)
+    ranks = simulate(world_size, lambda g: gradients(Topology.of_group(g), splits)).results
+    for name, gradient in expected.items():
+        parts = [rank[name] for rank in ranks]
+        total = torch.cat(parts) if ".moe_mlp." in name else torch.stack(parts).sum(0)
+        # Some gradients are small differences of large terms: hence the absolute part.
+        assert (total - gradient).norm() <= 1e-5 * gradient.norm() + 1e-5, name
 
 
 def test_layouts_say_what_they_send_and_copy():
