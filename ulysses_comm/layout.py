@@ -79,6 +79,11 @@ def check_tensors(tensors: Sequence[torch.Tensor], name: str = "tensors[{}]") ->
             raise ValueError(
                 f"{name.format(index)} is a {type(tensor).__name__}: expected a torch.Tensor."
             )
+        if tensor.dim() and tensor.shape[-1] == 0:
+            raise ValueError(
+                f"{name.format(index)} has shape {tuple(tensor.shape)}: expected a head_dim of one "
+                "or more in the last dimension."
+            )
         if tensor.layout != torch.strided or tensor.is_quantized:
             raise ValueError(
                 f"{name.format(index)} has layout {tensor.layout} and dtype {tensor.dtype}: "
