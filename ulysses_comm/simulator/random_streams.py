@@ -1,4 +1,4 @@
-"""One random stream per rank: torch (CPU, and CUDA once it runs), `random` and `numpy.random`.
+"""One random stream per rank: torch (CPU, and the GPUs once they run), `random` and `numpy.random`.
 
 The global generators belong to the whole process. Exactly one rank runs at a time, so it is enough
 to exchange their state whenever the baton passes. A switch costs about 10 microseconds.
@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.random import mtrand as numpy_singleton
+
+from ulysses_comm.simulator.streams import initialised_gpu_module
 
 
 class RandomStreams:
@@ -29,11 +31,11 @@ class RandomStreams:
     """
 
     def __init__(self, world_size: int, seed: int | None) -> None:
-        # Read, not initialised: a simulation of CPU ranks must not wake the GPU.
+        gpu = initialised_gpu_module()
         self._gpu_generators: tuple[torch.Generator, ...] = (
-            tuple(torch.cuda.default_generators) if torch.cuda.is_initialized() else ()
+            () if gpu is None else tuple(gpu.default_generators)
         )
-        self._caller_numpy_state = np.random.get_state()
+        self._caller_numpy_state = np.random.get_state(legacy=False)
         self._caller = self._save()
         if seed is None:
             self._states = [self._copy_of_caller() for _ in range(world_size)]

@@ -6,17 +6,21 @@ import contextvars
 import ctypes
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType, TracebackType
 from typing import Any, Protocol
 
 from ulysses_comm.simulator.errors import AbortedError, DeadlockError, SimulationError, name_rank
 from ulysses_comm.simulator.random_streams import RandomStreams
+from ulysses_comm.simulator.text import ranges
 from ulysses_comm.simulator.thread_state import ThreadState
 
 # An interrupted run gives its ranks this long to notice, then interrupts the one that computes,
 # and after as long again leaves its thread behind rather than the caller waiting.
 _INTERRUPT_PATIENCE_SECONDS = 2.0
+# A signal that arrives just before a thread falls asleep does not wake it. The waiting caller wakes
+# up this often by itself, so that Ctrl-C is never lost.
+_SIGNAL_SECONDS = 0.5
 # So many questions per rank "is it done?", all answered no and nothing else happening in between,
 # mean that the answer will never change.
 _FRUITLESS_POLLS_PER_RANK = 1000
@@ -86,6 +90,7 @@ class Scheduler:
         for baton in self._batons:
             baton.acquire()
         self._waits: list[Waitable | None] = [None] * world_size
+        self._started = [False] * world_size
         self._finished = [False] * world_size
         self._threads: list[threading.Thread] = []
         self._everyone_finished = threading.Event()
@@ -97,7 +102,8 @@ class Scheduler:
         """Run `body(rank)` once per rank and raise the first error, if there was one."""
         try:
             self._start_threads(body, thread_name)
-            self._everyone_finished.wait()
+            while not self._everyone_finished.wait(_SIGNAL_SECONDS):
+                pass
             for thread in self._threads:
                 thread.join()
         except BaseException as interruption:
@@ -160,10 +166,9 @@ class Scheduler:
             self.error = error
             self.error_rank = rank
             if rank is not None:
-                others = [r for r in range(self.world_size) if r != rank]
-                states = "; ".join(f"rank {r} {self.state_of(r)}" for r in others)
-                self._story = f"raised by simulated rank {rank} of {self.world_size}" + (
-                    f" while {states}" if states else ""
+                others = self._states(r for r in range(self.world_size) if r != rank)
+                self._story = "\n  ".join(
+                    [f"raised by simulated rank {rank} of {self.world_size}", *others]
                 )
 
     def raise_if_failed(self, wait: Waitable | None = None) -> None:
@@ -196,21 +201,33 @@ class Scheduler:
             f"group that it was given, in the thread that it was given"
         )
 
-    def state_of(self, rank: int) -> str:
-        """Say in a few words what a rank is doing."""
+    def _states(self, ranks: Iterable[int]) -> list[str]:
+        """Say what ranks are doing, a line for all that do the same."""
+        alike: dict[str, list[int]] = {}
+        for rank in ranks:
+            alike.setdefault(self._state_of(rank), []).append(rank)
+        return [
+            f"{'rank' if len(same) == 1 else 'ranks'} {ranges(same)}: {state}"
+            for state, same in alike.items()
+        ]
+
+    def _state_of(self, rank: int) -> str:
         if self._finished[rank]:
-            return "has returned"
+            return "returned"
         wait = self._waits[rank]
-        if wait is None:
-            return "is running" if rank == self._holder else "has not started or is ready to go on"
-        return f"waits in {wait.describe()}{self._location_of(rank)}"
+        if wait is not None:
+            return f"waiting in {wait.describe()}{self._location_of(rank)}"
+        if rank == self._holder:
+            return "running"
+        return "ready to go on" if self._started[rank] else "not started"
 
     def _run_rank(self, body: Callable[[int], None], rank: int) -> None:
         self._batons[rank].acquire()
-        self._holder = rank
-        self._streams.enter(rank)
-        _this_thread.scheduler_and_rank = (self, rank)
         try:
+            self._holder = rank
+            self._started[rank] = True
+            self._streams.enter(rank)
+            _this_thread.scheduler_and_rank = (self, rank)
             if self.error is None:
                 with self._thread_state.entered():
                     body(rank)
@@ -265,8 +282,8 @@ class Scheduler:
             self._batons[chosen].release()
 
     def _deadlock(self) -> DeadlockError:
-        lines = [f"  rank {rank} {self.state_of(rank)}" for rank in range(self.world_size)]
-        return DeadlockError("no simulated rank can go on:\n" + "\n".join(lines))
+        lines = ["no simulated rank can go on:", *self._states(range(self.world_size))]
+        return DeadlockError("\n  ".join(lines))
 
     def _location_of(self, rank: int) -> str:
         """Where the code of a waiting rank is, found only when somebody asks."""

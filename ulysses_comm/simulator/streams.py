@@ -15,6 +15,15 @@ import torch
 Marks = list[tuple[torch.device, Any]]
 
 
+def initialised_gpu_module() -> Any:
+    """Return torch.cuda, or torch.musa where that exists, if the process uses its GPUs; else None.
+
+    Asks without initialising anything: a simulation of CPU ranks must not wake the GPU.
+    """
+    module = getattr(torch, "musa", torch.cuda)
+    return module if module.is_initialized() else None
+
+
 def mark(tensors: Iterable[torch.Tensor]) -> Marks:
     """Record an event on the current stream of every GPU that holds one of the tensors."""
     devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}

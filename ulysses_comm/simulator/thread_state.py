@@ -10,6 +10,8 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
+from ulysses_comm.simulator.streams import initialised_gpu_module
+
 _AUTOCAST_DEVICES = ("cpu", "cuda", "musa")
 
 
@@ -31,8 +33,8 @@ class ThreadState:
         self._autocast_cache = torch.is_autocast_cache_enabled()
         modes = _get_current_function_mode_stack()
         self._device = next((m.device for m in modes if isinstance(m, DeviceContext)), None)
-        # Read, not initialised: a simulation of CPU ranks must not wake the GPU.
-        self._gpu_stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+        self._gpu = initialised_gpu_module()
+        self._gpu_stream = None if self._gpu is None else self._gpu.current_stream()
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
@@ -41,9 +43,9 @@ class ThreadState:
             # Backward must run in the thread of its rank: torch's own device threads hold no
             # baton, and all ranks would share them.
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-            if self._gpu_stream is not None:
+            if self._gpu is not None:
                 # Sets the device of this thread too.
-                stack.enter_context(torch.cuda.stream(self._gpu_stream))
+                stack.enter_context(self._gpu.stream(self._gpu_stream))
             if self._inference:
                 stack.enter_context(torch.inference_mode())
             stack.enter_context(torch.set_grad_enabled(self._grad))

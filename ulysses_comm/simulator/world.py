@@ -60,7 +60,7 @@ class World:
 
     def run(self, body: Callable[[int], Result], name: str) -> list[Result]:
         """Run `body(rank)` once per rank and return the results in rank order."""
-        warm_up_fake_tensors()
+        keep_compiling_threads_alive()
         self.scheduler = Scheduler(self.world_size, seed=self._seed)
         self.store = SimulatedStore(self.scheduler, "the simulated world")
         results: dict[int, Result] = {}
@@ -174,23 +174,15 @@ def record_traffic() -> Iterator[Traffic]:
         world.recorder.close_log(rank, log)
 
 
-_warm = False
+def keep_compiling_threads_alive() -> None:
+    """Do in the caller's thread what torch would else do in the first rank that compiles.
 
-
-def warm_up_fake_tensors() -> None:
-    """Enter fake-tensor mode once where torch would crash if a rank's thread did so first.
-
-    A CUDA build of torch 2.11 on a machine without a GPU: compiling in a short-lived thread then
-    ends the process in FakeTensorMode.__enter__.
+    On a CUDA build of torch 2.11 and a machine without a GPU, the first thread that enters
+    fake-tensor mode installs an object that dies with it, and the next one ends the process by a
+    segmentation fault. The caller's thread outlives its ranks. Costs microseconds.
     """
-    global _warm
-    if _warm or torch.version.cuda is None or torch.cuda.is_available():
-        return
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode():
-        pass
-    _warm = True
+    if torch.version.cuda is not None:
+        torch._C._ensureCUDADeviceGuardSet()
 
 
 def register(process_group: SimulatedProcessGroup) -> None:
