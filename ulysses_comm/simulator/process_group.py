@@ -89,7 +89,7 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         output_split_sizes: Sequence[int] | None = None,
         input_split_sizes: Sequence[int] | None = None,
         opts: Any = None,
-    ) -> dist.Work:
+    ) -> dist.Work | None:
         """Send slices of dimension 0 of `input`, receive into slices of dimension 0 of `output`."""
         call = moves.all_to_all_single(
             self._rank, self._group.size, output, input, output_split_sizes, input_split_sizes
@@ -98,14 +98,14 @@ class SimulatedProcessGroup(dist.ProcessGroup):
 
     alltoall_base = all_to_all_single
 
-    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work | None:
         """Send one tensor to every rank and receive one from every rank."""
         call = routes.all_to_all(self._rank, self._group.size, outputs, inputs)
         return self._issue(routes.ALL_TO_ALL, call, opts)
 
     def all_gather_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
-    ) -> dist.Work:
+    ) -> dist.Work | None:
         """Collect every rank's `input`, one after another, in `output`."""
         return self.all_gather_single_coalesced([output], [input], opts)
 
@@ -113,14 +113,16 @@ class SimulatedProcessGroup(dist.ProcessGroup):
 
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
-    ) -> dist.Work:
+    ) -> dist.Work | None:
         """Do several `all_gather_single` at once."""
         call = moves.all_gather_into_tensor(self._rank, self._group.size, outputs, inputs)
         return self._issue(moves.ALL_GATHER_INTO_TENSOR, call, opts)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
+    def allgather(
+        self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None
+    ) -> dist.Work | None:
         """Collect every rank's input in a list."""
         require_count(
             "all_gather", "output lists", [tensors[0] for tensors in outputs], len(inputs)
@@ -130,33 +132,37 @@ class SimulatedProcessGroup(dist.ProcessGroup):
 
     def allgather_coalesced(
         self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None
-    ) -> dist.Work:
+    ) -> dist.Work | None:
         """Collect every rank's list of inputs; `outputs` holds one list per rank."""
         per_input = [list(tensors) for tensors in zip(*outputs, strict=True)]
         return self.allgather(per_input, inputs, opts)
 
-    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
+    def gather(
+        self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None
+    ) -> dist.Work | None:
         """Collect every rank's input on the root."""
         call = routes.gather(self._rank, self._group.size, opts.rootRank, outputs, inputs)
         return self._issue(routes.GATHER, call, opts)
 
-    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> dist.Work:
+    def scatter(
+        self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None
+    ) -> dist.Work | None:
         """Send one tensor from the root to every rank."""
         call = routes.scatter(self._rank, self._group.size, opts.rootRank, outputs, inputs)
         return self._issue(routes.SCATTER, call, opts)
 
-    def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+    def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work | None:
         """Send the root's tensors to every rank."""
         call = moves.broadcast(self._rank, opts.rootRank, tensors)
         return self._issue(moves.BROADCAST, call, opts)
 
-    def barrier(self, opts: Any = None) -> dist.Work:
+    def barrier(self, opts: Any = None) -> dist.Work | None:
         """Wait for every rank of the group."""
         return self._issue(moves.BARRIER, moves.barrier(self._rank), opts)
 
     # Reductions
 
-    def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work | None:
         """Combine every rank's tensors, in place."""
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
         return self._issue(
@@ -165,14 +171,14 @@ class SimulatedProcessGroup(dist.ProcessGroup):
 
     allreduce_coalesced = allreduce
 
-    def reduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+    def reduce(self, tensors: Tensors, opts: Any = None) -> dist.Work | None:
         """Combine every rank's tensors on the root; the other ranks' tensors stay as they are."""
         call = reductions.reduce(self._rank, opts.rootRank, tensors, opts.reduceOp)
         return self._issue(reductions.REDUCE, call, opts)
 
     def reduce_scatter_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
-    ) -> dist.Work:
+    ) -> dist.Work | None:
         """Combine every rank's `input`; rank r keeps the r-th part."""
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
@@ -180,7 +186,7 @@ class SimulatedProcessGroup(dist.ProcessGroup):
 
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
-    ) -> dist.Work:
+    ) -> dist.Work | None:
         """Do several `reduce_scatter_single` at once."""
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
         call = reductions.reduce_scatter_tensor(self._rank, self._group.size, outputs, inputs, op)
@@ -190,7 +196,7 @@ class SimulatedProcessGroup(dist.ProcessGroup):
 
     def reduce_scatter(
         self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None
-    ) -> dist.Work:
+    ) -> dist.Work | None:
         """Combine every rank's list of tensors; rank r keeps the r-th."""
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
         call = reductions.reduce_scatter(self._rank, self._group.size, outputs, inputs, op)
@@ -198,17 +204,17 @@ class SimulatedProcessGroup(dist.ProcessGroup):
 
     # Messages
 
-    def send(self, tensors: Tensors, destination: int, tag: int = 0) -> dist.Work:
+    def send(self, tensors: Tensors, destination: int, tag: int = 0) -> dist.Work | None:
         """Send a tensor to a rank of the group."""
         call = Call(self._rank, (), list(tensors), [], async_op=True)
         return self._post(call, sends=True, peer=destination, tag=tag)
 
-    def recv(self, tensors: Tensors, source: int, tag: int = 0) -> dist.Work:
+    def recv(self, tensors: Tensors, source: int, tag: int = 0) -> dist.Work | None:
         """Receive a tensor from a rank of the group."""
         call = Call(self._rank, (), [], list(tensors), async_op=True)
         return self._post(call, sends=False, peer=source, tag=tag)
 
-    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work | None:
         """Receive the tensor that was sent first; the handle's `source_rank()` says by whom."""
         call = Call(self._rank, (), [], list(tensors), async_op=True)
         return self._post(call, sends=False, peer=None, tag=tag)
@@ -239,7 +245,7 @@ class SimulatedProcessGroup(dist.ProcessGroup):
     def _get_sequence_number_for_group(self) -> int:
         return self._group.calls_so_far(self._rank)
 
-    def monitored_barrier(self, *args: object, **kwargs: object) -> dist.Work:
+    def monitored_barrier(self, *args: object, **kwargs: object) -> dist.Work | None:
         """Wait for every rank; a missing one is reported in any case."""
         return self.barrier()
 
@@ -254,19 +260,20 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         """Refuse: simulated groups know no other processes."""
         raise NotImplementedError("a simulated group cannot be merged with another one")
 
-    def _issue(self, operation: Operation, call: Call, opts: Any) -> SimulatedWork:
-        # Inside a batch nothing may wait for other ranks before the batch is closed.
+    def _issue(self, operation: Operation, call: Call, opts: Any) -> SimulatedWork | None:
         call.async_op = self._batch is not None or bool(getattr(opts, "asyncOp", False))
         work = SimulatedWork(self._group, self._group.meet(operation, call), call)
-        if self._batch is not None:
-            self._batch.append(work)
-        elif not call.async_op:
+        if self._batch is None and not call.async_op:
             work.wait()
-        return work
+        return self._unless_in_batch(work)
 
-    def _post(self, call: Call, *, sends: bool, peer: int | None, tag: int) -> SimulatedWork:
+    def _post(self, call: Call, *, sends: bool, peer: int | None, tag: int) -> SimulatedWork | None:
         transfer: Transfer = self._mailbox.post(call, sends=sends, peer=peer, tag=tag)
-        work = SimulatedWork(self._group, transfer, call)
-        if self._batch is not None:
-            self._batch.append(work)
-        return work
+        return self._unless_in_batch(SimulatedWork(self._group, transfer, call))
+
+    def _unless_in_batch(self, work: SimulatedWork) -> SimulatedWork | None:
+        if self._batch is None:
+            return work
+        # Not returned: torch would wait for it at once, while the batch is still open.
+        self._batch.append(work)
+        return None
