@@ -10,11 +10,6 @@ from itertools import pairwise
 
 import torch
 
-# Scores of one head that exist at a time, as float32: 4 MiB. Queries are worked off in blocks of
-# this budget over the sequence's length, so memory grows with the tokens and not with their
-# square, and a block's size (hence its rounding) does not depend on how many heads this rank has.
-_SCORES_PER_HEAD = 1 << 20
-
 
 def packed_attention_torch(
     q_THD: torch.Tensor,
@@ -35,13 +30,17 @@ def packed_attention_torch(
     Returns:
         The attention, q's shape and dtype, computed in float32 and rounded once; and the natural
         logarithm of each query's sum of exponentials, (tokens, heads) float32.
+
+    Works off head_dim queries at a time: their scores then take as much memory as the keys, so
+    memory grows with the tokens and not with their square, and a block (hence its rounding) does
+    not depend on how many heads this rank has.
     """
     outs, lses = [q_THD[:0]], [q_THD.new_empty(0, q_THD.shape[1], dtype=torch.float32)]
     for start, end in pairwise(cu_seqlens):
         if start == end:
             continue
         keys, values = (_for_query_heads(x[start:end], q_THD.shape[1]) for x in (k_TGD, v_TGD))
-        for queries in q_THD[start:end].split(max(1, _SCORES_PER_HEAD // (end - start))):
+        for queries in q_THD[start:end].split(q_THD.shape[2]):
             out, lse = _attend(queries, keys, values, softcap)
             outs.append(out)
             lses.append(lse)

@@ -50,15 +50,16 @@ def sum_routes_torch(
             every addition, which is the reference's deterministic mode bit for bit.
     """
     if order == "choice":
-        return _fold(routes_THKD.float()).to(routes_THKD.dtype)
+        return _fold(routes_THKD, torch.float32).to(routes_THKD.dtype)
     if order == "expert":
         by_expert = choice_HTK.argsort(dim=-1).permute(1, 0, 2).unsqueeze(-1)
-        return _fold(routes_THKD.gather(2, by_expert.expand_as(routes_THKD)))
+        sorted_THKD = routes_THKD.gather(2, by_expert.expand_as(routes_THKD))
+        return _fold(sorted_THKD, routes_THKD.dtype)
     raise ValueError(f"order={order!r}: expected one of {SUM_ORDERS}.")
 
 
-def _fold(routes_THKD: torch.Tensor) -> torch.Tensor:
-    total = torch.zeros_like(routes_THKD[:, :, 0])
+def _fold(routes_THKD: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    total = torch.zeros_like(routes_THKD[:, :, 0], dtype=dtype)
     for k in range(routes_THKD.shape[2]):
         total = total + routes_THKD[:, :, k]
     return total

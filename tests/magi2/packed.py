@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 import torch
 
@@ -26,7 +26,7 @@ class Packed:
         return iter((self.x, self.coords, self.modality, self.cu_seqlens, self.time_tokens))
 
     def to(self, device: str) -> Packed:
-        return Packed(*(tensor.to(device) for tensor in astuple(self)))
+        return Packed(*(tensor.to(device) for tensor in self))
 
 
 def grid(shape, reference=None, offset=(0, 0, 0)) -> torch.Tensor:

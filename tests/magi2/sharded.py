@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -19,10 +20,12 @@ from tests.magi2.golden import rms_error
 from tests.magi2.packed import Packed
 
 # Every rank runs the same operations on fewer rows or heads, so a matrix product may add in
-# another order. Relative RMS over four layers, float32: measured 8e-7, and a step of the routing
-# would show as 1e-2. In bfloat16 most differences vanish in a rounding and some become one:
-# measured 0 here, up to 1e-2 is what two right implementations show.
-SHARDED_RMS = {torch.float32: 3e-6, torch.bfloat16: 1e-2}
+# another order. Relative RMS over four layers, float32: measured 8e-7. In bfloat16 most differences
+# vanish in a rounding (measured 0 on a CPU), but one that does not can turn a near tie of the
+# routing, and a few tokens then use another expert: measured up to 4e-2 on an H200. Where every
+# expert is chosen that cannot happen, and 1e-2 holds there too.
+SHARDED_RMS = {torch.float32: 3e-6, torch.bfloat16: 5e-2}
+UNTIED_RMS = {torch.float32: 3e-6, torch.bfloat16: 1e-2}
 
 PACKED = Options(qkv_head_shards=True, output_head_shards=True)
 FLAT = Options(qkv_head_shards=False, output_head_shards=False)
@@ -56,10 +59,12 @@ def velocities(
     topology: Topology | None = None,
     options: Options | None = None,
     split_sizes: Sequence[int] | None = None,
+    device: str = "cpu",
 ) -> torch.Tensor:
     """What one rank of a model with the usual random weights returns."""
     with torch.no_grad():
-        return model_of(config, topology, options)(*packed, split_sizes)
+        model = model_of(config, topology, options).to(device)
+        return model(*packed.to(device), split_sizes)
 
 
 def on_mesh(
@@ -78,9 +83,20 @@ def on_mesh(
     return velocities(config, packed, topology, options, split_sizes)
 
 
-def check_sharded(results: Sequence[torch.Tensor], expected: torch.Tensor, dtype: torch.dtype):
+def all_experts(config: Magi2Config) -> Magi2Config:
+    """The configuration with every expert chosen: no routing that a rounding could turn."""
+    moe = dataclasses.replace(config.moe, top_k=config.moe.num_experts)
+    return dataclasses.replace(config, moe=moe)
+
+
+def check_sharded(
+    results: Sequence[torch.Tensor],
+    expected: torch.Tensor,
+    dtype: torch.dtype,
+    tolerances: Mapping[torch.dtype, float] = SHARDED_RMS,
+) -> None:
     """Every rank has the same bits, close to those of a lone rank."""
     for result in results[1:]:
         assert torch.equal(result, results[0])
     error = rms_error(results[0], expected)
-    assert error <= SHARDED_RMS[dtype], f"relative RMS {error:.2e}"
+    assert error <= tolerances[dtype], f"relative RMS {error:.2e}"

@@ -231,6 +231,15 @@ def test_bfloat16_model_matches_the_reference(golden, route_sum):
     golden.check("bf16", "out.packed", model(*model_inputs(golden)))
 
 
+@pytest.mark.gpu
+@golden_files("model_.*")
+def test_model_matches_the_reference_on_a_gpu(golden):
+    precision = "bf16" if golden.kind.endswith("bf16") else "fp32"
+    out = load_model(golden).cuda()(*(tensor.cuda() for tensor in model_inputs(golden))).cpu()
+    print(f"{golden.kind}: relative RMS {rms_error(out, golden['out.packed']):.2e}")
+    golden.check(precision, "out.packed", out, 5e-6 if precision == "fp32" else None)
+
+
 @golden_files("model_.*")
 def test_model_chooses_the_reference_experts(golden):
     model, seen = load_model(golden), {}

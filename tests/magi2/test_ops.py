@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from magi2.modules.embeddings import check_coords
-from magi2.ops import attention as attention_ops
 from magi2.ops.attention import apply_sinks_torch, packed_attention_torch
 from magi2.ops.expert_mlp import expert_mlp_torch
 from magi2.ops.grouped_norm import grouped_norm_torch
@@ -19,6 +18,7 @@ from magi2.ops.sinkhorn import sinkhorn_torch
 from magi2.ops.stream_mix import hyper_connect_torch, mix_streams_torch
 from magi2.ops.swiglu import swiglu7_torch
 from magi2.ops.token_permute import expert_order, inverse_permutation, sum_routes_torch
+from tests.magi2.live_memory import LiveMemory
 from tests.magi2.packed import grid
 
 # A handful of float32 roundings away from float64.
@@ -119,13 +119,15 @@ def test_attention_matches_the_oracle(ends, kv_heads, softcap):
     torch.testing.assert_close(out.double(), expected, **FLOAT32)
 
 
-def test_attention_in_query_blocks_is_the_same_attention(monkeypatch):
-    q, k, v = (torch.randn(50, 3, 8) for _ in range(3))
-    whole = packed_attention_torch(q, k, v, [0, 41, 50], -1.0)
-    monkeypatch.setattr(attention_ops, "_SCORES_PER_HEAD", 7 * 41)
-    blocks = packed_attention_torch(q, k, v, [0, 41, 50], -1.0)
-    for one, other in zip(whole, blocks, strict=True):
-        torch.testing.assert_close(one, other, **FLOAT32)
+def test_memory_of_attention_grows_with_the_tokens_and_not_with_their_square():
+    peaks = []
+    for tokens in (500, 1000):
+        q, k, v = (torch.randn(tokens, 3, 8) for _ in range(3))
+        with LiveMemory() as memory:
+            packed_attention_torch(q, k, v, [0, tokens], -1.0)
+        peaks.append(memory.peak)
+        assert memory.peak < 8 * q.nbytes
+    assert peaks[1] < 2.1 * peaks[0]
 
 
 def test_attention_reads_strided_views():

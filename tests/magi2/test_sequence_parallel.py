@@ -16,7 +16,14 @@ from magi2.options import Options
 from magi2.topology import Topology
 from magi2.transformer import Magi2Transformer
 from tests.magi2.packed import Packed, packed_pair
-from tests.magi2.sharded import LAYOUTS, check_sharded, on_mesh, velocities
+from tests.magi2.sharded import (
+    LAYOUTS,
+    UNTIED_RMS,
+    all_experts,
+    check_sharded,
+    on_mesh,
+    velocities,
+)
 from ulysses_comm.simulate import simulate, simulate_world
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -73,6 +80,27 @@ def test_sharded_model_equals_one_rank_in_every_layout(preset, world_size, split
     for name, results in by_layout.items():
         check_sharded(results, alone(preset, dtype), dtype)
         assert torch.equal(results[0], by_layout["packed"][0]), f"{name} has other bits"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_sharded_model_equals_one_rank_on_a_gpu(world_size, dtype):
+    config, packed = all_experts(presets.tiny(dtype)), request_of(presets.tiny, dtype)
+    expected = velocities(config, packed, device="cuda")
+    for splits in SPLITS[world_size]:
+        by_layout = [
+            simulate(
+                world_size,
+                lambda group, options=options, splits=splits: velocities(
+                    config, packed, Topology.of_group(group), options, splits, "cuda"
+                ),
+            ).results
+            for options in LAYOUTS.values()
+        ]
+        for results in by_layout:
+            check_sharded(results, expected, dtype, UNTIED_RMS)
+            assert torch.equal(results[0], by_layout[0][0])
 
 
 @pytest.mark.parametrize("heads", [2, 4])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -13,19 +11,13 @@ from magi2.modules.modality import ModalityOrder
 from magi2.options import Options, head_shards_by_default
 from magi2.transformer import Magi2Transformer
 from tests.magi2.packed import packed_pair
+from tests.magi2.sharded import all_experts
 
 
 def make(config, **kwargs):
     model = Magi2Transformer(config, **kwargs)
     initialise(model)
     return model
-
-
-def all_experts(dtype):
-    """A configuration in which every token uses every expert."""
-    config = presets.tiny_uneven(dtype)
-    moe = dataclasses.replace(config.moe, top_k=config.moe.num_experts)
-    return dataclasses.replace(config, moe=moe)
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +97,7 @@ def test_gradients_reach_every_parameter(model, packed):
 def test_gradients_are_the_slope_of_the_loss(packed):
     # Every expert chosen: a choice that flips would be a step in the loss. The direction moves
     # every parameter at once.
-    model = make(all_experts(torch.float32))
+    model = make(all_experts(presets.tiny_uneven(torch.float32)))
     target = torch.randn(len(packed.x), 8)
 
     def loss() -> torch.Tensor:
@@ -136,7 +128,7 @@ def test_gradients_flow_in_bfloat16(packed):
 
 
 def test_sum_order_changes_bfloat16_roundings_only(packed):
-    config = all_experts(torch.bfloat16)
+    config = all_experts(presets.tiny_uneven())
     with torch.no_grad():
         once, often = (
             make(config, options=Options(route_sum=order))(*packed)
