@@ -1,6 +1,7 @@
 """Ulysses sequence parallelism: exchanges, head shards and ranks inside one process."""
 
 from ulysses_comm.agreement import RankDisagreementError
+from ulysses_comm.attention import UlyssesAttention
 from ulysses_comm.exchange import (
     scatter_heads_gather_seqlen,
     scatter_seqlen_gather_head_shards,
@@ -22,21 +23,34 @@ from ulysses_comm.head_shards import (
 from ulysses_comm.head_split import HeadSplit, local_kv_heads, split_query_groups
 from ulysses_comm.layout import balanced_split_sizes
 from ulysses_comm.pending import Pending
+from ulysses_comm.per_head import PER_HEAD_ARGUMENTS, HeadIndex, PerHead
+from ulysses_comm.sequence import (
+    SequenceDispatcher,
+    gather_sequence,
+    shard_sequence,
+    sum_losses,
+)
 from ulysses_comm.simulate import Simulation, simulate, simulate_world
 from ulysses_comm.workspace import Workspace
 
 __all__ = [
     "LONE_RANK",
+    "PER_HEAD_ARGUMENTS",
     "Group",
+    "HeadIndex",
     "HeadSplit",
     "Pending",
+    "PerHead",
     "RankDisagreementError",
+    "SequenceDispatcher",
     "Simulation",
+    "UlyssesAttention",
     "Workspace",
     "as_send_buffer",
     "balanced_split_sizes",
     "empty_head_shards",
     "flatten_head_shards",
+    "gather_sequence",
     "local_kv_heads",
     "pack_head_shards",
     "pin_head_layout",
@@ -44,6 +58,7 @@ __all__ = [
     "scatter_seqlen_gather_head_shards",
     "scatter_seqlen_gather_heads",
     "scatter_seqlen_gather_heads_each",
+    "shard_sequence",
     "simulate",
     "simulate_world",
     "split_query_groups",
@@ -51,4 +66,5 @@ __all__ = [
     "start_scatter_seqlen_gather_head_shards",
     "start_scatter_seqlen_gather_heads",
     "start_scatter_seqlen_gather_heads_each",
+    "sum_losses",
 ]
