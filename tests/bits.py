@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
+
+# Where `random_bits` puts its tensors: with "cuda" the exchange tests run on a GPU, all ranks on
+# the same one.
+TEST_DEVICE = os.environ.get("ULYSSES_COMM_TEST_DEVICE", "cpu")
 
 INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -79,13 +85,14 @@ def random_bits(shape: tuple[int, ...] | list[int], dtype: torch.dtype, seed: in
     """Return a tensor whose bits are all random, so that every bit pattern can appear.
 
     Floating point tensors get every special pattern of their dtype too, at random places, as long
-    as there is room; booleans are 0 or 1, as torch demands.
+    as there is room; booleans are 0 or 1, as torch demands. On `TEST_DEVICE`.
     """
     generator = torch.Generator().manual_seed(seed)
     count = int(torch.Size(shape).numel())
     size = dtype.itemsize
     if dtype == torch.bool:
-        return torch.randint(0, 2, tuple(shape), generator=generator, dtype=torch.uint8).bool()
+        flags = torch.randint(0, 2, tuple(shape), generator=generator, dtype=torch.uint8)
+        return flags.bool().to(TEST_DEVICE)
     raw = torch.randint(0, 256, (count * size,), generator=generator, dtype=torch.uint8)
     tensor = raw.view(dtype)
     patterns = SPECIAL_PATTERNS.get(dtype, [])[:count]
@@ -96,7 +103,7 @@ def random_bits(shape: tuple[int, ...] | list[int], dtype: torch.dtype, seed: in
         places = torch.randperm(count, generator=generator)[: len(patterns)]
         integers = tensor.view(INTEGER_OF_SIZE[size])
         integers[places] = torch.tensor(folded, dtype=INTEGER_OF_SIZE[size])
-    return tensor.view(tuple(shape))
+    return tensor.view(tuple(shape)).to(TEST_DEVICE)
 
 
 def quiet_nans(tensor: torch.Tensor) -> torch.Tensor:

@@ -87,7 +87,7 @@ def by_hand(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def written_with_out(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     tokens, dtype = inputs[0].shape[0], inputs[0].dtype
-    views = empty_head_shards(tokens, WORLD, COUNTS, HEAD_DIM, dtype, torch.device("cpu"))
+    views = empty_head_shards(tokens, WORLD, COUNTS, HEAD_DIM, dtype, TEST_DEVICE)
     for view, tensor in zip(views, inputs, strict=True):
         view.copy_(tensor.unflatten(1, (WORLD, -1)))
     return views
@@ -142,7 +142,7 @@ def test_whatever_tiles_one_buffer_is_sent_in_place(
 
 
 def test_a_buffer_can_be_sent_again_after_new_content() -> None:
-    views = empty_head_shards(5, WORLD, COUNTS, HEAD_DIM, BF16, "cpu")
+    views = empty_head_shards(5, WORLD, COUNTS, HEAD_DIM, BF16, TEST_DEVICE)
     for seed in range(3):
         inputs = cases.inputs_of_rank(0, SPLITS, cases.of_one_dtype(COUNTS, BF16), seed=seed)
         for view, tensor in zip(views, inputs, strict=True):
