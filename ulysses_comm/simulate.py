@@ -33,9 +33,8 @@ from ulysses_comm.simulator.world import (
     Unwaited,
     World,
     record_traffic,
-    register,
+    registered,
     running,
-    unregister,
 )
 
 __all__ = [
@@ -120,11 +119,8 @@ def simulate(
             group = world.process_group(
                 name, name, range(world_size), rank, f"ulysses_comm/{name}/rank_{rank}"
             )
-            register(group)
-            try:
+            with registered(group):
                 return step(group)
-            finally:
-                unregister(group)
 
         return Simulation(world.run(body, name), world.traffic)
 

@@ -519,6 +519,21 @@ class TestNothingIsLeftBehind:
         gc.collect()
         assert not [ref for ref in alive if ref() is not None]
 
+    def test_ranks_are_translated_while_there_is_no_default_group(self):
+        def step(group):
+            tensor = torch.tensor([group.rank()])
+            dist.broadcast(tensor, src=1, group=group)
+            return tensor.item(), dist.get_process_group_ranks(group)
+
+        assert simulate(2, step).results == [(1, [0, 1])] * 2
+        assert not dist.distributed_c10d._world.pg_group_ranks
+
+        def ask(group):
+            with pytest.raises(ValueError, match="not been initialized"):
+                dist.get_rank(group)
+
+        simulate(2, ask)
+
     def test_nothing_is_initialised_and_a_real_default_group_stays(self, tmp_path):
         assert not dist.is_initialized()
         assert simulate(2, lambda group: dist.is_initialized()).results == [False, False]
@@ -529,6 +544,9 @@ class TestNothingIsLeftBehind:
 
             def step(group):
                 assert dist.group.WORLD is world
+                # Not an answer in terms of the default group.
+                with pytest.raises(ValueError, match="not registered"):
+                    dist.get_rank(group)
                 return exchange(group, group.rank())
 
             assert simulate(2, step).results == [[0.0, 1.0]] * 2

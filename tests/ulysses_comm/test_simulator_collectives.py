@@ -532,3 +532,19 @@ def test_what_simulated_groups_cannot_do_is_said_by_name():
             group.merge_remote_group(None)
 
     simulate(1, step)
+
+
+def test_meta_tensors_send_shapes_alone():
+    """Traffic of a model that fits no machine: everything is recorded, nothing is stored."""
+
+    def step(group):
+        tensor = torch.empty(8, 2**20, 2**10, device="meta")
+        received = torch.empty_like(tensor)
+        dist.all_to_all_single(received, tensor, group=group)
+        work = dist.all_reduce(tensor, group=group, async_op=True)
+        work.wait()
+        return received.shape
+
+    run = simulate(8, step, digests=True)
+    assert run.traffic[0].sent == [[2**32] * 8] * 8
+    assert run.traffic.digests(0) == [None, None]

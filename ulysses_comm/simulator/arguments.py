@@ -110,8 +110,10 @@ def refuse_overlap(
     """Refuse to receive into memory that is still to be sent."""
     for send in sends:
         for receive in receives:
+            # Meta tensors all lie at address 0.
             if (
-                send.untyped_storage().data_ptr() == receive.untyped_storage().data_ptr()
+                send.data_ptr() != 0
+                and send.untyped_storage().data_ptr() == receive.untyped_storage().data_ptr()
                 and send.data_ptr() < receive.data_ptr() + receive.nbytes
                 and receive.data_ptr() < send.data_ptr() + send.nbytes
             ):

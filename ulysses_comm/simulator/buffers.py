@@ -27,7 +27,9 @@ class WatchedBuffer:
     def of(cls, role: str, tensor: torch.Tensor, *, digest: bool = False) -> WatchedBuffer:
         """Remember the present state of a tensor."""
         version = None if tensor.is_inference() else tensor._version
-        return cls(role, tensor, version, digest_of(tensor) if digest else None)
+        return cls(
+            role, tensor, version, digest_of(tensor) if digest and not tensor.is_meta else None
+        )
 
     def changed(self) -> bool:
         """Tell whether the tensor was written since."""

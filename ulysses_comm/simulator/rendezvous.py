@@ -228,16 +228,19 @@ class Meeting:
         self.done = True
 
     def _mismatch(self, first: Call, operation: Operation, call: Call) -> str:
-        here, there = self.group.ranks[call.rank], self.group.ranks[first.rank]
+        (one, one_call), (two, two_call) = sorted(
+            ((self.operation, first), (operation, call)), key=lambda pair: pair[1].rank
+        )
+        here, there = (self.group.ranks[each.rank] for each in (one_call, two_call))
         head = f"ranks disagree about call #{self.index} of {self.group}: "
-        if operation is not self.operation:
+        if one is not two:
             return (
-                f"{head}rank {there} called {_call_text(self.operation, first)}, "
-                f"rank {here} called {_call_text(operation, call)}"
+                f"{head}rank {here} called {_call_text(one, one_call)}, "
+                f"rank {there} called {_call_text(two, two_call)}"
             )
         differences = [
-            f"{name} is {value} on rank {there} and {other} on rank {here}"
-            for name, value, other in zip(operation.facts, first.facts, call.facts, strict=True)
+            f"{name} is {value} on rank {here} and {other} on rank {there}"
+            for name, value, other in zip(one.facts, one_call.facts, two_call.facts, strict=True)
             if value != other
         ]
         return f"{head}both called {operation.name}, but {'; '.join(differences)}"

@@ -24,9 +24,14 @@ def initialised_gpu_module() -> Any:
     return module if module.is_initialized() else None
 
 
+def has_streams(device: torch.device) -> bool:
+    """Tell whether work on a device is queued on streams."""
+    return device.type not in ("cpu", "meta")
+
+
 def mark(tensors: Iterable[torch.Tensor]) -> Marks:
     """Record an event on the current stream of every GPU that holds one of the tensors."""
-    devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
+    devices = {tensor.device for tensor in tensors if has_streams(tensor.device)}
     marks = []
     for device in sorted(devices, key=str):
         module = torch.get_device_module(device)
@@ -44,5 +49,5 @@ def follow(marks: Marks) -> None:
 
 def keep_for_current_stream(tensor: torch.Tensor) -> None:
     """Keep a tensor that another stream allocated until this thread's stream has read it."""
-    if tensor.device.type != "cpu":
+    if has_streams(tensor.device):
         tensor.record_stream(torch.get_device_module(tensor.device).current_stream(tensor.device))

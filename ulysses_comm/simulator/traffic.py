@@ -26,7 +26,7 @@ class SentBuffer:
         data_ptr: Address of its first element.
         storage_ptr: Address of the storage that it is a part of.
         contiguous: Whether it was contiguous.
-        digest: SHA-256 of its bytes when the run was asked for digests, else None.
+        digest: SHA-256 of its bytes if the run was asked for digests and it has any, else None.
     """
 
     shape: tuple[int, ...]
@@ -52,7 +52,7 @@ class SentBuffer:
             tensor.data_ptr(),
             storage.data_ptr(),
             tensor.is_contiguous(),
-            digest_of(tensor) if digest else None,
+            digest_of(tensor) if digest and not tensor.is_meta else None,
             StorageWeakRef(storage),
         )
 

@@ -101,7 +101,7 @@ class SimulatedWork(dist.Work):
         """
         tensors = self.result()
         devices: list[int | str | torch.device] = [
-            *{tensor.device: None for tensor in tensors if tensor.device.type != "cpu"}
+            *{tensor.device: None for tensor in tensors if streams.has_streams(tensor.device)}
         ]
         future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=devices)
         future.set_result(tensors)

@@ -6,10 +6,12 @@ import contextlib
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d_bindings
+from torch.distributed import distributed_c10d
 
 from ulysses_comm.simulator.errors import AsyncMisuseError, SimulationError
 from ulysses_comm.simulator.messages import Mailbox
@@ -108,7 +110,7 @@ class World:
         )
         if self._unwaited == "error":
             raise AsyncMisuseError(text)
-        warnings.warn(text, stacklevel=5)
+        warnings.warn(text, stacklevel=4)
 
     def _abandon_pending(self) -> None:
         for works in self.scheduler.pending:
@@ -185,13 +187,22 @@ def keep_compiling_threads_alive() -> None:
         torch._C._ensureCUDADeviceGuardSet()
 
 
-def register(process_group: SimulatedProcessGroup) -> None:
-    """Let functional collectives and operators find a group by its name, from its own thread."""
-    name: object = process_group.group_name
-    c10d_bindings._register_process_group(name, process_group)  # type: ignore[arg-type]
+@contextlib.contextmanager
+def registered(process_group: SimulatedProcessGroup) -> Iterator[None]:
+    """Make a group that torch did not make itself known to torch for the length of a with block.
 
-
-def unregister(process_group: SimulatedProcessGroup) -> None:
-    """Undo `register`."""
-    name: object = process_group.group_name
-    c10d_bindings._unregister_process_group(name)  # type: ignore[arg-type]
+    Functional collectives and operators find it by its name. `src=`, `dst=` and `dist.recv`, which
+    translate ranks, know its ranks too; not while there is a default group, however, since
+    `dist.get_rank(group)` would then answer with a rank of that group instead of refusing.
+    """
+    name: Any = process_group.group_name
+    translations: dict[Any, dict[int, int]] = {}
+    if not dist.is_initialized():
+        translations = distributed_c10d._world.pg_group_ranks
+    c10d_bindings._register_process_group(name, process_group)
+    translations[process_group] = {rank: rank for rank in range(process_group.size())}
+    try:
+        yield
+    finally:
+        translations.pop(process_group, None)
+        c10d_bindings._unregister_process_group(name)
