@@ -89,6 +89,20 @@ def demo(
     raise typer.Exit(0 if run_plan(plan).passed else 1)
 
 
+@app.command()
+def doctor(
+    timeout: Annotated[float, typer.Option(help="Seconds for each exchange.")] = 60.0,
+) -> None:
+    """Show what this machine offers, what would be chosen, and whether small exchanges work.
+
+    Exits with 0 if none fails, with 1 if one does. On ranks that torchrun or mpirun started they
+    exchange with one another.
+    """
+    from ulysses_comm import doctor
+
+    raise typer.Exit(doctor.main(["--timeout", str(timeout)]))
+
+
 def run_plan(plan: Plan) -> Results:
     """Run every case of the plan, and show what came out; under torchrun only rank 0 speaks."""
     began = time.perf_counter()

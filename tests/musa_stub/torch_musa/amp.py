@@ -1,0 +1,1 @@
+"""Empty: the real one has autocast helpers."""
