@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests import cases, reference
-from tests.bits import assert_same_bits
+from tests.bits import TEST_DEVICE, assert_same_bits
 from tests.cases import BF16, FP32, HEAD_DIM
 from tests.near_misses import COUNTS, WORLD, near_misses, one_token_major_buffer
 from tests.spy import OperatorLog, SpyGroup, exchange_with_spies
@@ -228,7 +228,11 @@ def test_a_tracked_pack_of_our_own_is_sent_in_place_and_gradients_arrive() -> No
             assert_same_bits(result, want, f"rank {rank}", strides=True)
         for leaf, count in zip(leaves[rank], COUNTS, strict=True):
             # Heads of rank r got the gradient 1 + r.
-            want = torch.arange(1.0, WORLD + 1).repeat_interleave(count).view(1, -1, 1)
+            want = (
+                torch.arange(1.0, WORLD + 1, device=TEST_DEVICE)
+                .repeat_interleave(count)
+                .view(1, -1, 1)
+            )
             assert leaf.grad is not None
             assert_same_bits(leaf.grad, want.expand_as(leaf))
 
@@ -328,7 +332,11 @@ def test_other_tracked_head_shards_are_copied_and_gradients_arrive(
         tracked = leaves[rank] if of_leaves else [v for v in shards[rank] if v.is_leaf]
         for tensor in (tensor for tensor in tracked if tensor.requires_grad):
             heads = tensor.shape[1:-1].numel() // WORLD
-            want = torch.arange(1.0, WORLD + 1).repeat_interleave(heads).view(1, -1, 1)
+            want = (
+                torch.arange(1.0, WORLD + 1, device=TEST_DEVICE)
+                .repeat_interleave(heads)
+                .view(1, -1, 1)
+            )
             assert tensor.grad is not None
             grad = flat(tensor.grad)
             assert_same_bits(grad, want.expand_as(grad))
