@@ -53,7 +53,8 @@ class CopyTile(NamedTuple):
     Attributes:
         tile_bytes: Bytes one program should write; rounded down to a power of two of tokens.
         max_block: Most words one program moves for one pair; longer chunks are cut.
-        num_warps: Warps per program.
+        num_warps: Most warps per program; fewer where a pair is so narrow that a thread's share of
+            it would be less than one wide access.
         ranks_first: Whether neighbouring programs serve other ranks or other tokens.
         convert_vec: Most elements in one access where the dtype changes.
         load_policy: Triton's eviction policy for the loads.
@@ -63,7 +64,7 @@ class CopyTile(NamedTuple):
     max_block: int = 2048
     num_warps: int = 8
     ranks_first: bool = True
-    convert_vec: int = 4
+    convert_vec: int = 8
     load_policy: str = ""
 
 
@@ -183,6 +184,7 @@ class _Launch(NamedTuple):
 
     dense: bool
     programs: int
+    num_warps: int
     strides: list[tuple[int, ...]]
     constants: tuple[object, ...]
 
@@ -255,7 +257,7 @@ def _launch_all(batches: list[list[_Pair]], tile: CopyTile) -> None:
             arguments += batch[place] if place < len(batch) else batch[0]
             arguments += strides
         kernel = copy_head_shards_kernel if launch.dense else copy_strided_head_shards_kernel
-        kernel[(launch.programs,)](*arguments, *launch.constants, num_warps=tile.num_warps)
+        kernel[(launch.programs,)](*arguments, *launch.constants, num_warps=launch.num_warps)
 
 
 def _layouts(batch: list[_Pair]) -> tuple[_Layout, ...]:
@@ -295,6 +297,7 @@ def _plan(layouts: tuple[_Layout, ...], tile: CopyTile) -> _Launch:
     return _Launch(
         dense,
         -(-num_tokens // rows) * world_size * parts,
+        _warps(places, blocks, tile) if dense else tile.num_warps,
         [places[place if place < len(places) else 0][0] for place in range(MAX_PAIRS)],
         (
             num_tokens,
@@ -307,6 +310,14 @@ def _plan(layouts: tuple[_Layout, ...], tile: CopyTile) -> _Launch:
             tile.load_policy,
         ),
     )
+
+
+def _warps(
+    places: list[tuple[tuple[int, ...], int, tuple[int, ...]]], blocks: list[int], tile: CopyTile
+) -> int:
+    """As many warps as still find one wide access per thread in the narrowest pair."""
+    accesses = min(block // shape[1] for (_, _, shape), block in zip(places, blocks, strict=True))
+    return max(1, min(tile.num_warps, accesses // 32))
 
 
 def _is_dense(layout: _Layout) -> bool:
