@@ -155,8 +155,8 @@ class Prediction:
 def predict(traffic: Traffic, model: CostModel) -> Prediction:
     """Predict how long the collectives of a record take on the links of a model.
 
-    A rank starts a collective when its previous one has ended, and computing takes no time; so this
-    is the time spent in communication when nothing is overlapped.
+    A rank starts a collective when the one that it completed before has ended, and computing takes
+    no time; so this is the time spent in communication when nothing is overlapped.
     """
     clocks = [0.0] * traffic.world_size
     seconds = []

@@ -140,7 +140,6 @@ class Group:
         meeting = self._meetings.get(index)
         if meeting is None:
             meeting = self._meetings[index] = Meeting(self, operation, index)
-            self.recorder.traffic.append(meeting.record)
         with self.failing_on_error(call):
             meeting.arrive(operation, call)
             if len(meeting.calls) == self.size:
@@ -218,6 +217,7 @@ class Meeting:
             if found:
                 raise MismatchError(f"ranks disagree in {self.title}:\n  " + "\n  ".join(found))
         self.record.sent = self.operation.sent(calls)
+        self.group.recorder.traffic.append(self.record)
         for call in calls:
             streams.follow(call.marks)
         with torch.inference_mode():

@@ -151,7 +151,7 @@ class CollectiveRecord:
 
 
 class Traffic(Sequence[CollectiveRecord]):
-    """The collectives of a simulation, in the order in which they began.
+    """The collectives of a simulation, in the order in which they were completed.
 
     Attributes:
         world_size: Number of simulated ranks.
@@ -215,7 +215,7 @@ class Traffic(Sequence[CollectiveRecord]):
         """Bytes from each rank (row) to each rank (column), its own share included."""
         total = [[0] * self.world_size for _ in range(self.world_size)]
         for record in self._records:
-            # A collective that nobody finished, in a run that failed, has sent nothing.
+            # Inside a run, one that other ranks have not joined yet has sent nothing.
             for source, row in zip(record.ranks, record.sent, strict=False):
                 for destination, nbytes in zip(record.ranks, row, strict=True):
                     total[source][destination] += nbytes
