@@ -28,6 +28,7 @@ from ulysses_comm.sequence import (
     SequenceDispatcher,
     gather_sequence,
     shard_sequence,
+    sum_gradients,
     sum_losses,
 )
 from ulysses_comm.simulate import Simulation, simulate, simulate_world
@@ -66,5 +67,6 @@ __all__ = [
     "start_scatter_seqlen_gather_head_shards",
     "start_scatter_seqlen_gather_heads",
     "start_scatter_seqlen_gather_heads_each",
+    "sum_gradients",
     "sum_losses",
 ]

@@ -6,7 +6,7 @@ sum of the ranks' losses, and the gradient of a parameter is the sum of the rank
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import torch
@@ -129,6 +129,34 @@ def sum_losses(loss: torch.Tensor, group: Group) -> torch.Tensor:
     if not is_tracked([loss]):
         return total
     return total + (loss - loss.detach())
+
+
+def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: Group) -> None:
+    """Replace each parameter's gradient by the sum over the ranks, in place.
+
+    Args:
+        parameters: Of a model that every rank has whole; those that need no gradient are left out.
+            A rank without a gradient for one adds zeros.
+        group: As in `scatter_heads_gather_seqlen`.
+
+    One all-reduce for each dtype and device. DistributedDataParallel and FSDP average over their
+    ranks instead: multiply the loss by this group's size there, and leave this out.
+    """
+    process_group = resolve_group(group)
+    if process_group is None or process_group.size() == 1:
+        return
+    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for parameter in parameters:
+        if not parameter.requires_grad:
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter.grad)
+    for grads in kinds.values():
+        flat = torch.cat([grad.flatten() for grad in grads])
+        dist.all_reduce(flat, group=process_group)
+        for grad, total in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+            grad.copy_(total.view_as(grad))
 
 
 class SequenceDispatcher:

@@ -1,0 +1,1 @@
+"""Sequence parallelism for models of other libraries; each module needs its library, on use."""
