@@ -16,17 +16,22 @@ from ulysses_comm.transfer import (
     Buffers,
     Route,
     finish_scatter_heads,
-    finish_scatter_seqlen,
+    finish_scatter_seqlen_apart,
     start_scatter_heads,
-    start_scatter_seqlen,
+    start_scatter_seqlen_apart,
 )
 from ulysses_comm.wire import Wire
+from ulysses_comm.workspace import Workspace
 
 Finish = Callable[[], list[torch.Tensor]]
 
 
 def track_scatter_heads(
-    finish: Finish, wire: Wire, route: Route, inputs: Sequence[torch.Tensor]
+    finish: Finish,
+    wire: Wire,
+    route: Route,
+    workspace: Workspace | None,
+    inputs: Sequence[torch.Tensor],
 ) -> list[torch.Tensor]:
     """Finish a Q/K/V exchange and tie its results to the inputs that were sent.
 
@@ -34,20 +39,25 @@ def track_scatter_heads(
         finish: Waits for the exchange and returns its results, untracked.
         wire: The layout.
         route: The ranks and their tokens.
+        workspace: Where backward takes its buffers from; None allocates them.
         inputs: What was sent, as autograd knows it.
     """
     results: tuple[torch.Tensor, ...] = _ScatterHeads.apply(  # type: ignore[no-untyped-call]
-        finish, wire, route, *inputs
+        finish, wire, route, workspace, *inputs
     )
     return list(results)
 
 
 def track_scatter_seqlen(
-    finish: Finish, wire: Wire, route: Route, inputs: Sequence[torch.Tensor]
+    finish: Finish,
+    wire: Wire,
+    route: Route,
+    workspace: Workspace | None,
+    inputs: Sequence[torch.Tensor],
 ) -> list[torch.Tensor]:
     """Finish an output exchange and tie its results to the inputs that were sent."""
     results: tuple[torch.Tensor, ...] = _ScatterSeqlen.apply(  # type: ignore[no-untyped-call]
-        finish, wire, route, *inputs
+        finish, wire, route, workspace, *inputs
     )
     return list(results)
 
@@ -59,9 +69,14 @@ def _is_differentiable(tensor: torch.Tensor) -> bool:
 class _ScatterHeads(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, finish: Finish, wire: Wire, route: Route, *inputs: torch.Tensor
+        ctx: Any,
+        finish: Finish,
+        wire: Wire,
+        route: Route,
+        workspace: Workspace | None,
+        *inputs: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        ctx.wire, ctx.route = wire, route
+        ctx.wire, ctx.route, ctx.workspace = wire, route, workspace
         ctx.dtypes = [tensor.dtype for tensor in inputs]
         ctx.as_shards = [tensor.dim() == 4 for tensor in inputs]
         results = finish()
@@ -71,23 +86,31 @@ class _ScatterHeads(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         chosen = [i for i, grad in enumerate(grads) if _is_differentiable(grad)]
-        wire = ctx.wire.of_inputs(chosen)
+        wire, route, workspace = ctx.wire.of_inputs(chosen), ctx.route, ctx.workspace
         sent = [grads[i].to(wire.dtypes[place]) for place, i in enumerate(chosen)]
-        transfer = start_scatter_seqlen([g.detach() for g in sent], wire, ctx.route, Buffers())
+        transfers = start_scatter_seqlen_apart(
+            [grad.detach() for grad in sent], wire, route, Buffers(workspace)
+        )
 
         def finish() -> list[torch.Tensor]:
-            return finish_scatter_seqlen(transfer, [ctx.as_shards[i] for i in chosen])
+            return finish_scatter_seqlen_apart(transfers, [ctx.as_shards[i] for i in chosen])
 
-        back = track_scatter_seqlen(finish, wire, ctx.route, sent) if is_tracked(sent) else finish()
-        return (None, None, None, *_in_places(back, chosen, ctx.dtypes))
+        tracked = is_tracked(sent)
+        back = track_scatter_seqlen(finish, wire, route, workspace, sent) if tracked else finish()
+        return (None, None, None, None, *_in_places(back, chosen, ctx.dtypes))
 
 
 class _ScatterSeqlen(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, finish: Finish, wire: Wire, route: Route, *inputs: torch.Tensor
+        ctx: Any,
+        finish: Finish,
+        wire: Wire,
+        route: Route,
+        workspace: Workspace | None,
+        *inputs: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        ctx.wire, ctx.route = wire, route
+        ctx.wire, ctx.route, ctx.workspace = wire, route, workspace
         ctx.dtypes = [tensor.dtype for tensor in inputs]
         results = finish()
         ctx.mark_non_differentiable(*[r for r in results if not _is_differentiable(r)])
@@ -96,15 +119,18 @@ class _ScatterSeqlen(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         chosen = [i for i, grad in enumerate(grads) if _is_differentiable(grad)]
-        wire = ctx.wire.of_inputs(chosen)
+        wire, route, workspace = ctx.wire.of_inputs(chosen), ctx.route, ctx.workspace
         sent = [grads[i].to(wire.dtypes[place]) for place, i in enumerate(chosen)]
-        transfer = start_scatter_heads([g.detach() for g in sent], wire, ctx.route, Buffers())
+        transfer = start_scatter_heads(
+            [grad.detach() for grad in sent], wire, route, Buffers(workspace)
+        )
 
         def finish() -> list[torch.Tensor]:
             return finish_scatter_heads(transfer)
 
-        back = track_scatter_heads(finish, wire, ctx.route, sent) if is_tracked(sent) else finish()
-        return (None, None, None, *_in_places(back, chosen, ctx.dtypes))
+        tracked = is_tracked(sent)
+        back = track_scatter_heads(finish, wire, route, workspace, sent) if tracked else finish()
+        return (None, None, None, None, *_in_places(back, chosen, ctx.dtypes))
 
 
 def _in_places(

@@ -52,7 +52,8 @@ def scatter_heads_gather_seqlen(
         validate: Let the ranks compare what they mean to exchange before anything is sent; a
             timedelta sets how long to wait for them. Needs no collective; costs a few round trips
             to the group's store. The environment's ULYSSES_COMM_VALIDATE=1 turns it on everywhere.
-        workspace: Where to take the send and receive buffers from; None allocates them.
+        workspace: Where to take the send and receive buffers from, in backward too; None
+            allocates them.
         out: The receive buffer to use: (seqlen, heads of this rank over all inputs, head_dim),
             contiguous, of the promoted dtype; (seqlen, bytes of a row) of uint8 for inputs that
             keep several dtypes. Not for inputs that autograd tracks.
@@ -128,7 +129,7 @@ def scatter_seqlen_gather_head_shards(
         split_sizes: Tokens each rank owns, in rank order; zero is allowed.
         group: As in `scatter_heads_gather_seqlen`.
         validate: As in `scatter_heads_gather_seqlen`.
-        workspace: Where to take the receive buffer from; None allocates it.
+        workspace: Where to take the buffers from, in backward too; None allocates them.
         out: The receive buffer to use, (world_size, seqlen_local, num_heads_local, head_dim),
             contiguous, of the tensor's dtype. Not for a tensor that autograd tracks.
 
@@ -200,7 +201,8 @@ def scatter_seqlen_gather_heads(
         group: As in `scatter_heads_gather_seqlen`.
         head_split: Which heads each rank has; None if every rank has equally many.
         validate: As in `scatter_heads_gather_seqlen`.
-        workspace: Where to take the receive buffer and the result from; None allocates them.
+        workspace: Where to take the receive buffer and the result from, and the buffers of
+            backward; None allocates them.
         out: The result to write, (seqlen_local, num_heads, head_dim), contiguous, of the tensor's
             dtype. Not for a tensor that autograd tracks.
 
@@ -277,7 +279,8 @@ def scatter_seqlen_gather_heads_each(
         keep_dtypes: Send the bytes of each tensor as they are and give each result its tensor's
             dtype, instead of promoting all. head_dim may then differ.
         validate: As in `scatter_heads_gather_seqlen`.
-        workspace: Where to take the buffers and the results from; None allocates them.
+        workspace: Where to take the buffers and the results from, in backward too; None
+            allocates them.
         out: The results to write, one (seqlen_local, num_heads, head_dim) for each tensor,
             contiguous. Not for tensors that autograd tracks.
 

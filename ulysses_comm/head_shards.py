@@ -23,6 +23,7 @@ from ulysses_comm.layout import (
     check_tensors,
     promoted_dtype,
 )
+from ulysses_comm.memory import empty_buffer
 from ulysses_comm.tiling import head_shards_buffer
 from ulysses_comm.transfer import flattens_as_view
 
@@ -99,7 +100,7 @@ def empty_head_shards(
     if not head_counts:
         return []
     shape = (world_size, local_tokens, sum(head_counts), head_dim)
-    return _split_send_buffer(torch.empty(shape, dtype=dtype, device=device), head_counts)
+    return _split_send_buffer(empty_buffer(shape, dtype, device), head_counts)
 
 
 def as_send_buffer(views: Sequence[torch.Tensor], world_size: int) -> torch.Tensor | None:

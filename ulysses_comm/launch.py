@@ -181,7 +181,7 @@ def _start_heads(
 
     def finish_tracked() -> list[torch.Tensor]:
         with torch.enable_grad():
-            return track_scatter_heads(finish, wire, route, inputs)
+            return track_scatter_heads(finish, wire, route, buffers.workspace, inputs)
 
     return Pending(finish_tracked if tracked else finish)
 
@@ -203,7 +203,7 @@ def _start_seqlen(
 
     def finish_tracked() -> list[torch.Tensor]:
         with torch.enable_grad():
-            return track_scatter_seqlen(finish, wire, route, inputs)
+            return track_scatter_seqlen(finish, wire, route, buffers.workspace, inputs)
 
     return Pending(finish_tracked if tracked else finish)
 

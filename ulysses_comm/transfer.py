@@ -6,6 +6,7 @@ that a caller may compute in between.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -14,9 +15,13 @@ import torch.distributed as dist
 
 from ulysses_comm.collective import start_all_to_all
 from ulysses_comm.copies import copy_head_shards
+from ulysses_comm.memory import empty_buffer
 from ulysses_comm.tiling import gathered_buffer_of, scattered_buffer_of
 from ulysses_comm.wire import Run, Wire
 from ulysses_comm.workspace import Workspace
+
+# Bytes from which on several collectives cost less than one and the copy that it takes: on gloo.
+APART_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,7 @@ class Buffers:
     def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return an unwritten buffer."""
         if self.workspace is None:
-            return torch.empty(tuple(shape), dtype=dtype, device=device)
+            return empty_buffer(shape, dtype, device)
         return self.workspace.take(shape, dtype, device)
 
     def take_receive(
@@ -161,6 +166,35 @@ def start_scatter_seqlen(
     return transfer
 
 
+def start_scatter_seqlen_apart(
+    inputs: Sequence[torch.Tensor], wire: Wire, route: Route, buffers: Buffers
+) -> list[Transfer]:
+    """Send like `start_scatter_seqlen`, each input by itself where that is cheaper.
+
+    Tensors that lie apart, as gradients do, share a collective only after a copy that brings them
+    together. By themselves they are sent as they lie, and one is assembled while the next travels.
+    Which it is depends on nothing but what all ranks know.
+    """
+    if not _go_apart(wire, route, inputs[0].device):
+        return [start_scatter_seqlen(inputs, wire, route, buffers)]
+    return [
+        start_scatter_seqlen([tensor], wire.of_inputs([index]), route, buffers, async_op=True)
+        for index, tensor in enumerate(inputs)
+    ]
+
+
+def finish_scatter_seqlen_apart(
+    transfers: Sequence[Transfer], as_shards: Sequence[bool]
+) -> list[torch.Tensor]:
+    """Return what `finish_scatter_seqlen` would have, for transfers that may be several."""
+    forms = iter(as_shards)
+    results = []
+    for transfer in transfers:
+        own_forms = list(itertools.islice(forms, len(transfer.wire.splits)))
+        results.extend(finish_scatter_seqlen(transfer, own_forms))
+    return results
+
+
 def finish_scatter_seqlen(transfer: Transfer, as_shards: Sequence[bool]) -> list[torch.Tensor]:
     """Return each input with all heads of this rank's tokens.
 
@@ -192,8 +226,9 @@ def _pack_scattered(
     inputs: Sequence[torch.Tensor], wire: Wire, route: Route, buffers: Buffers
 ) -> torch.Tensor:
     send = buffers.take(wire.scattered_shape(route.tokens), wire.dtype, inputs[0].device)
-    for rank in range(wire.world_size):
-        _zero_gaps(wire.block(send, route.tokens, rank), wire, rank)
+    if not wire.is_uniform:  # heads of one dtype and size lie without gaps
+        for rank in range(wire.world_size):
+            _zero_gaps(wire.block(send, route.tokens, rank), wire, rank)
     destinations: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
     for index, tensor in enumerate(inputs):
@@ -215,6 +250,14 @@ def _zero_gaps(rows: torch.Tensor, wire: Wire, rank: int) -> None:
     """Clear what alignment leaves unused, so that equal inputs send equal bytes."""
     for start, stop in wire.gaps(rank):
         rows[..., start:stop].zero_()
+
+
+def _go_apart(wire: Wire, route: Route, device: torch.device) -> bool:
+    """Whether a collective for each input costs less than copying them into one send buffer."""
+    # Not on GPUs: there the copy is one launch at memory speed, less than further collectives.
+    if device.type != "cpu" or len(wire.splits) == 1:
+        return False
+    return route.seqlen * max(wire.row_sizes) * wire.dtype.itemsize >= APART_BYTES
 
 
 def _flatten(parts: list[tuple[Run, torch.Tensor]], transfer: Transfer, index: int) -> torch.Tensor:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
+from ulysses_comm.memory import empty_buffer
+
 
 class Workspace:
     """Send and receive buffers that the exchanges of one caller reuse.
@@ -14,6 +16,7 @@ class Workspace:
     A buffer is handed out again once nothing else refers to it: no result, no view of one, nothing
     that autograd saved. So a result is never overwritten while it can be read; a loop that drops
     its results settles on as many buffers as are alive at once, one that keeps them gets new ones.
+    Given to an exchange that autograd tracks, it serves backward as well, gradients included.
 
     On a GPU buffers are reused in the order of the current stream, as torch's own allocator does;
     use one workspace for each stream. Not for several threads.
@@ -42,7 +45,7 @@ class Workspace:
         storage = next((storage for storage in kept if _is_free(storage)), None)
         if storage is None:
             self.allocations += 1
-            storage = torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
+            storage = empty_buffer((nbytes,), torch.uint8, device).untyped_storage()
             kept.append(storage)
         tensor = torch.empty(0, dtype=dtype, device=device)
         return tensor.set_(storage, 0, tuple(shape), _contiguous_strides(shape))
