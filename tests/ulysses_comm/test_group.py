@@ -136,6 +136,20 @@ def test_a_rank_outside_the_group_gets_an_error_at_once() -> None:
     assert messages[2] == messages[3] != ""
 
 
+def mesh_of_the_first_two_ranks() -> None:
+    mesh = DeviceMesh("cpu", [0, 1])
+    rank = dist.get_rank()
+    if rank < 2:
+        assert_exchanges(mesh, (2, 1), rank)
+        return
+    with pytest.raises(ValueError, match="not a member"):
+        scatter_heads_gather_seqlen([torch.zeros(1, 2, 8)], [2, 1], mesh)
+
+
+def test_a_rank_outside_the_mesh_gets_an_error_at_once() -> None:
+    simulate_world(4, mesh_of_the_first_two_ranks)
+
+
 @pytest.mark.parametrize(
     "group",
     [3, -100.5, "gloo", [0, 1], object(), torch.zeros(2)],
@@ -171,6 +185,7 @@ def group_forms_on_gloo(group: dist.ProcessGroup) -> None:
     assert_exchanges(None, SPLITS, rank)
     assert_exchanges(LONE_RANK, (5,), 0, seed=rank)
     assert_exchanges(DeviceMesh("cpu", [0, 1, 2, 3]), SPLITS, rank)
+    mesh_of_the_first_two_ranks()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
     assert_exchanges(mesh["sp"], (4, 1), rank % 2, seed=rank // 2)
     assert_exchanges(mesh["dp"], (0, 2), rank // 2, seed=rank % 2)
