@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -26,8 +25,6 @@ class ModalityOrder:
     permutation: torch.Tensor
     inverse: torch.Tensor
     group_sizes: tuple[int, ...]
-
-    names: ClassVar[tuple[str, ...]] = ("video", "audio", "text")
 
     @classmethod
     def from_modality(cls, modality: torch.Tensor) -> ModalityOrder:

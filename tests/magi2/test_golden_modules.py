@@ -116,7 +116,9 @@ def test_routed_experts_match_the_reference(golden, precision, route_sum):
     y = module(x).flatten(1)
     golden.check(precision, name, y, rms_of(precision))
     if bf16 and route_sum == "expert":
-        assert torch.equal(y, golden[name]), "the deterministic sum differs from the reference's"
+        # All of them here; another machine's float32 products may round one the other way.
+        equal = (y == golden[name]).float().mean()
+        assert equal >= 0.995, "the deterministic sum differs from the reference's"
 
 
 @golden_files("moe_core.*")
@@ -229,6 +231,22 @@ def test_float32_model_matches_the_reference(golden):
 def test_bfloat16_model_matches_the_reference(golden, route_sum):
     model = load_model(golden, Options(route_sum=route_sum))
     golden.check("bf16", "out.packed", model(*model_inputs(golden)))
+
+
+@golden_files("model_.*_bf16")
+def test_bfloat16_layers_match_the_reference_one_by_one(golden):
+    # Each layer from the reference's own input: what differs is then a layer's, and not the
+    # growth of one rounding through the layers before it. Measured: most layers bit-equal.
+    model = load_model(golden)
+    plan = model.plan(*model_inputs(golden)[1:4])
+    time = golden["in.time_token_sequence"]
+    streams = torch.cat([time, golden["mid.embed"][:, time.shape[1] :]], dim=1).bfloat16()
+    for number, layer in enumerate(model.block.layers):
+        stacked = plan.order.group(streams).unflatten(1, (model.config.num_streams, -1))
+        result = plan.order.ungroup(layer(stacked, plan).flatten(1))
+        streams = golden[f"mid.layer{number}.out"]
+        assert rms_error(result, streams) <= 2e-3, number
+        assert (result == streams).float().mean() >= 0.97, number
 
 
 @pytest.mark.gpu

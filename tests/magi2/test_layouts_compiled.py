@@ -7,6 +7,7 @@ a region is fed to the compiled region afterwards.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import pytest
@@ -105,19 +106,21 @@ def test_layouts_have_the_same_bits_and_packed_ones_tile_the_send_buffer(world_s
         assert_same_bits(one.result, other.result)
 
 
+GRID = list(product([2, 4, 8], [MULTIMODAL, SINGLE], [torch.float32, torch.bfloat16]))
+EVERY_DAY = [(4, MULTIMODAL, torch.bfloat16), (8, SINGLE, torch.float32)]
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("layout", ["packed", "flat"])
 @pytest.mark.parametrize(
     ("world_size", "layer", "dtype"),
-    [
-        (4, MULTIMODAL, torch.bfloat16),
-        (8, SINGLE, torch.float32),
-    ],
+    [pytest.param(*case, marks=[] if case in EVERY_DAY else [pytest.mark.long]) for case in GRID],
 )
 def test_traced_regions_equal_eager_ones(world_size, layer, dtype, layout, dynamic):
-    # A rank with many tokens, and in the larger world one without any.
-    ranks = run_eagerly(world_size, layer, dtype, layout)
-    for rank in (ranks[0], ranks[2])[: 2 if world_size == 8 else 1]:
+    # The rank with the most tokens; in the larger world one without any, too.
+    ranks, sizes = run_eagerly(world_size, layer, dtype, layout), SPLITS[world_size]
+    for number in [sizes.index(max(sizes)), 2][: 2 if world_size == 8 else 1]:
+        rank = ranks[number]
         qkv, result = compiled(rank, backend="aot_eager", dynamic=dynamic)
         for actual, expected in zip(qkv, rank.qkv, strict=True):
             assert actual.shape == expected.shape
@@ -129,13 +132,15 @@ def test_traced_regions_equal_eager_ones(world_size, layer, dtype, layout, dynam
 
 @pytest.mark.long
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("layer", [MULTIMODAL, SINGLE])
-def test_compiled_layouts_have_the_same_bits(layer, dtype, dynamic):
-    packed, plain = (run_eagerly(4, layer, dtype, name)[0] for name in ("packed", "flat"))
+@pytest.mark.parametrize(("world_size", "layer", "dtype"), GRID)
+def test_compiled_layouts_have_the_same_bits(world_size, layer, dtype, dynamic):
+    busiest = SPLITS[world_size].index(max(SPLITS[world_size]))
+    packed, plain = (
+        run_eagerly(world_size, layer, dtype, name)[busiest] for name in ("packed", "flat")
+    )
     options = {"dynamic": dynamic, "options": {"deterministic": True}}
     (qkv, result), (qkv_flat, result_flat) = (compiled(r, **options) for r in (packed, plain))
-    assert as_send_buffer(qkv, 4) is not None
+    assert as_send_buffer(qkv, world_size) is not None
     for shards, whole in zip(flat(qkv), qkv_flat, strict=True):
         assert_same_bits(shards, whole)
     assert_same_bits(result, result_flat)
