@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -170,6 +171,21 @@ def test_bare_program_is_a_lone_rank(environment: pytest.MonkeyPatch) -> None:
             init_distributed()
     finally:
         dist.destroy_process_group()
+
+
+def test_example_in_the_documentation_runs_bare() -> None:
+    text = (ROOT / "docs" / "platforms.md").read_text()
+    example = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)[0]
+    done = subprocess.run(
+        [sys.executable, "-c", example],
+        env=clean_environment({"ULYSSES_COMM_DEVICE": "cpu"}),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.startswith("0 cpu gloo gloo comes with torch"), done.stdout
+    assert "torch.Size([10, 4, 16])" in done.stdout
 
 
 @pytest.mark.gloo

@@ -64,9 +64,9 @@ def test_every_check_passes_on_mpi_ranks(num_ranks: int, tmp_path: Path) -> None
     assert min(len(report) for report in reports) >= 24
 
 
-def lose_a_rank(name: str, folder: Path) -> tuple[list[dict[str, Any]], float, Any]:
+def lose_a_rank(name: str, folder: Path, *backend: str) -> tuple[list[dict[str, Any]], float, Any]:
     """Run a scenario; return the errors of ranks 0 and 2, seconds until the end, and the rest."""
-    done = mpirun(3, "-m", "tests.ulysses_comm.mpi_faults", str(folder), name, limit=60)
+    done = mpirun(3, "-m", "tests.ulysses_comm.mpi_faults", str(folder), name, *backend, limit=60)
     ended = time.time()
     started = [folder / f"started-{rank}" for rank in range(3)]
     assert all(path.exists() for path in started), done.stderr[-2000:]
@@ -77,10 +77,12 @@ def lose_a_rank(name: str, folder: Path) -> tuple[list[dict[str, Any]], float, A
 
 @needs_mpi
 @pytest.mark.mpi
-@pytest.mark.parametrize("name", ["killed", "raises"])
-def test_a_rank_that_ends_ends_the_job_at_once(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "backend"), [("killed", "ulysses_mpi"), ("raises", "ulysses_mpi"), ("raises", "gloo")]
+)
+def test_a_rank_that_ends_ends_the_job_at_once(name: str, backend: str, tmp_path: Path) -> None:
     """mpirun ends the others of a killed rank; one that raises ends them itself."""
-    _, seconds, done = lose_a_rank(name, tmp_path)
+    _, seconds, done = lose_a_rank(name, tmp_path, backend)
     assert done.returncode != 0
     assert seconds < TIMEOUT + SLACK
     if name == "raises":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -68,6 +69,14 @@ def users_suite(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> p
 
 def plugin() -> list[str]:
     return [] if INSTALLED else ["-p", "ulysses_comm_pytest"]
+
+
+@pytest.mark.gloo
+def test_example_in_the_documentation_passes(users_suite: pytest.Pytester) -> None:
+    text = (ROOT / "docs" / "testing.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    users_suite.makepyfile(test_documented=example)
+    users_suite.runpytest_subprocess(*plugin()).assert_outcomes(passed=2)
 
 
 @pytest.mark.gloo

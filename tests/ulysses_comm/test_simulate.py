@@ -1,5 +1,6 @@
 import contextvars
 import gc
+import os
 import random
 import signal
 import subprocess
@@ -577,3 +578,45 @@ def test_importing_does_nothing_to_torch_distributed():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""
+
+
+def test_the_same_input_gives_the_same_bits_whatever_the_timing():
+    def step(group):
+        drawn = []
+        for call in range(4):
+            # Time from outside the ranks' random streams.
+            time.sleep(int.from_bytes(os.urandom(1), "little") / 255 * 0.003)
+            mine = torch.randn(3 * group.size()) * (call + 1)
+            total = mine.clone()
+            dist.all_reduce(total, group=group)
+            received = torch.empty_like(mine)
+            dist.all_to_all_single(received, mine, group=group)
+            drawn += [total.tolist(), received.tolist()]
+        return drawn
+
+    first, second = (simulate(4, step, seed=1, digests=True) for _ in range(2))
+    assert first.results == second.results
+    for rank in range(4):
+        assert first.traffic.digests(rank) == second.traffic.digests(rank)
+    assert [r.kind for r in first.traffic] == ["all_reduce", "all_to_all_single"] * 4
+
+
+def test_a_run_and_an_exchange_cost_milliseconds():
+    """An order of magnitude above what an idle machine needs: a few ms a run, 1-2 an exchange."""
+
+    def step(group):
+        sent, received = torch.ones(8, 16), torch.empty(8, 16)
+        for _ in range(calls):
+            dist.all_to_all_single(received, sent, group=group)
+
+    def seconds():
+        begin = time.perf_counter()
+        simulate(8, step)
+        return time.perf_counter() - begin
+
+    calls = 0
+    run = min(seconds() for _ in range(10))
+    calls = 20
+    exchange_ = (min(seconds() for _ in range(5)) - run) / calls
+    assert run < 0.05
+    assert exchange_ < 0.02

@@ -1,5 +1,8 @@
 """Asynchronous calls: results are unreadable before wait(), buffers are watched, waiting is due."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -243,16 +246,22 @@ class TestUnwaitedCalls:
         simulate(2, self.step, unwaited="ignore")
         assert not recwarn.list
 
-    def test_of_functional_collectives_leave_torchs_list_as_it_was(self):
-        size = torch._C._distributed_c10d._get_work_registry_size
+    @pytest.mark.parametrize("fails", [False, True])
+    def test_of_functional_collectives_are_let_go(self, fails):
+        """torch keeps a list of open collectives per thread, and keeps it when the thread ends."""
+        groups = []
 
         def step(group):
+            groups.append(weakref.ref(group))
             torch.ops._c10d_functional.all_reduce(torch.ones(1), "sum", group.group_name)
+            assert torch._C._distributed_c10d._get_work_registry_size() == 1
+            if fails:
+                raise KeyError
 
-        before = size()
-        with pytest.raises(AsyncMisuseError):
+        with pytest.raises(KeyError if fails else AsyncMisuseError):
             simulate(2, step)
-        assert size() == before
+        gc.collect()
+        assert [group() for group in groups] == [None] * len(groups)
 
     def test_do_not_hide_the_error_of_a_rank(self):
         def step(group):

@@ -54,6 +54,7 @@ class World:
         self._seed = seed
         self._groups: dict[object, tuple[Group, Mailbox, SimulatedStore]] = {}
         self._generations: dict[tuple[int, object], int] = {}
+        self._never_waited_for: list[str] = []
 
     @property
     def traffic(self) -> Traffic:
@@ -69,14 +70,16 @@ class World:
 
         def run_rank(rank: int) -> None:
             _this_thread.world_and_rank = (self, rank)
-            results[rank] = body(rank)
+            try:
+                results[rank] = body(rank)
+            finally:
+                self._abandon_pending(rank)
 
         try:
             self.scheduler.run(run_rank, thread_name=name)
-            self._report_unwaited()
         finally:
             self.recorder.close()
-            self._abandon_pending()
+        self._report_unwaited()
         return [results[rank] for rank in range(self.world_size)]
 
     def process_group(
@@ -97,26 +100,24 @@ class World:
         return generation
 
     def _report_unwaited(self) -> None:
-        left = [
-            f"  rank {rank}: {work}"
-            for rank, works in enumerate(self.scheduler.pending)
-            for work in works.values()
-        ]
+        left = self._never_waited_for
         if not left or self._unwaited == "ignore":
             return
         text = (
             f"{len(left)} asynchronous calls were never waited for, so their results were never "
-            f"delivered:\n" + "\n".join(left)
+            f"delivered:\n  " + "\n  ".join(left)
         )
         if self._unwaited == "error":
             raise AsyncMisuseError(text)
         warnings.warn(text, stacklevel=4)
 
-    def _abandon_pending(self) -> None:
-        for works in self.scheduler.pending:
-            for work in works.values():
-                work.abandon()
-            works.clear()
+    def _abandon_pending(self, rank: int) -> None:
+        """Let go what a rank leaves; in its own thread, where torch keeps its list of them."""
+        pending = self.scheduler.pending[rank]
+        for work in pending.values():
+            self._never_waited_for.append(f"rank {rank}: {work}")
+            work.abandon()
+        pending.clear()
 
 
 @contextlib.contextmanager
