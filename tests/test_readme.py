@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -26,12 +29,46 @@ def test_readme_snippet_is_short() -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_python_of_a_document_runs_verbatim(document: str) -> None:
+def test_python_of_a_document_runs_verbatim(document: str, tmp_path: Path) -> None:
+    """Whole programs run, each in a process of its own; of excerpts, the imports do."""
     blocks = code_blocks(document, "python")
+    whole = [block for block in blocks if not undefined_names(block)]
     if document in ("README.md", "docs/layouts.md"):
         assert blocks, "the snippet that users read first is gone"
-    for block in blocks:
-        exec(compile(block, document, "exec"), {"__name__": "document"})
+        assert whole == blocks, "the snippet lacks a definition"
+    for index, block in enumerate(blocks):
+        program = tmp_path / f"block_{index}.py"
+        program.write_text(block if block in whole else imports_of(block), encoding="utf-8")
+        run_script([sys.executable, str(program)])
+
+
+def undefined_names(block: str) -> set[str]:
+    """Return the names that a block uses and defines nowhere: what makes it an excerpt."""
+    nodes = list(ast.walk(ast.parse(block)))
+    used = {node.id for node in nodes if isinstance(node, ast.Name)}
+    defined = set(dir(builtins))
+    for node in nodes:
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            defined.add(node.id)
+        elif isinstance(node, ast.arg):
+            defined.add(node.arg)
+        elif isinstance(node, ast.alias):
+            defined.add(node.asname or node.name.split(".")[0])
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            defined.add(node.name)
+    return used - defined
+
+
+def imports_of(block: str) -> str:
+    """Return a block's import statements."""
+    statements = ast.parse(block).body
+    imports = [node for node in statements if isinstance(node, ast.Import | ast.ImportFrom)]
+    return "\n".join(map(ast.unparse, imports))
+
+
+def test_undefined_names_tell_excerpts_from_programs() -> None:
+    assert undefined_names("import a.b as c\ndef f(x): return c(x, y)\nz = f(len([]))") == {"y"}
+    assert imports_of("from a import b\nb(y)") == "from a import b"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
@@ -56,8 +93,12 @@ def test_ci_calls_the_test_command_of_the_readme() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
-def test_example_runs_as_a_script(name: str) -> None:
-    run_script([sys.executable, f"examples/{name}"])
+def test_example_runs_as_its_docstring_says(name: str, tmp_path: Path) -> None:
+    docstring = ast.get_docstring(ast.parse((ROOT / "examples" / name).read_text("utf-8"))) or ""
+    command = re.search(rf"^python (examples/{name}.*?)(?:  .*)?$", docstring, re.MULTILINE)
+    assert command, f"the docstring of {name} has no line 'python examples/{name}'"
+    arguments = command[1].replace("/path/to/folder", str(tmp_path / "folder"))
+    run_script([sys.executable, *shlex.split(arguments)])
 
 
 @pytest.mark.gloo
