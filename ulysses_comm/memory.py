@@ -1,29 +1,34 @@
-"""Fresh buffers that are cheap to touch for the first time."""
+"""Fresh buffers that are cheap to touch for the first time.
+
+malloc returns large blocks to the system when they are freed, so that the first write to the next
+one faults in every page anew: 9216 times for 36 MiB, which takes several times as long as the
+write. With huge pages it is 18 times. Asking for them is a wish, on Linux alone; where the system
+does not grant it, nothing changes. It concerns the buffer, not the process.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import mmap
 import sys
 from collections.abc import Callable, Sequence
 
 import torch
 
-# numpy asks for huge pages from the same size on.
-HUGE_PAGE_BYTES = 4 << 20
+# From this size on buffers in host memory ask for huge pages, as numpy's arrays do.
+LARGE_BYTES = 4 << 20
+_HUGE_PAGE = 2 << 20
 _MADV_HUGEPAGE = 14
 
 
 def empty_buffer(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None = None
 ) -> torch.Tensor:
-    """Return `torch.empty(shape)`; a large one in host memory is backed by huge pages if possible.
+    """Return `torch.empty(shape)`, the whole of its storage; a large one asks for huge pages.
 
-    malloc returns large blocks to the system when they are freed, so that the first write to the
-    next one faults in every page anew: 9216 times for 36 MiB, which takes several times as long as
-    the write. With huge pages it is 18 times. It is a wish, on Linux alone; where the system does
-    not grant it, nothing changes. It concerns this memory, not the process.
+    It begins where malloc puts it, so that the pages at its ends stay small.
     """
     buffer = torch.empty(tuple(shape), dtype=dtype, device=device)
     if (
@@ -31,20 +36,47 @@ def empty_buffer(
         # Subclasses, such as fake tensors, may have no memory of their own.
         and type(buffer) is torch.Tensor
         and buffer.device.type == "cpu"
-        and buffer.nbytes >= HUGE_PAGE_BYTES
+        and buffer.nbytes >= LARGE_BYTES
     ):
         _wish_for_huge_pages(buffer.data_ptr(), buffer.nbytes)
     return buffer
 
 
+def empty_aligned(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device | str
+) -> torch.Tensor:
+    """Return `torch.empty(shape)`; a large one in host memory is huge pages from end to end.
+
+    Its storage is up to 2 MiB larger then: addresses alone, which nothing is ever written to.
+    """
+    device, nbytes = torch.device(device), math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or nbytes < LARGE_BYTES:
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+    storage = torch.empty(nbytes + _HUGE_PAGE, dtype=torch.uint8).untyped_storage()
+    offset = -storage.data_ptr() % _HUGE_PAGE
+    _wish_for_huge_pages(storage.data_ptr() + offset, storage.nbytes() - offset)
+    return tensor_at(storage, offset, shape, dtype)
+
+
+def tensor_at(
+    storage: torch.UntypedStorage, offset: int, shape: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the contiguous tensor that begins `offset` bytes into a storage."""
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * max(size, 1))
+    tensor = torch.empty(0, dtype=dtype, device=storage.device)
+    return tensor.set_(storage, offset // dtype.itemsize, tuple(shape), tuple(reversed(strides)))
+
+
 def _wish_for_huge_pages(address: int, nbytes: int) -> None:
+    """Ask for huge pages in place of all whole pages of a stretch of memory."""
     advise = _madvise()
-    if advise is None:
-        return
-    start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
-    end = (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-    # The outcome does not matter: a kernel without huge pages refuses, and 4 KiB pages serve.
-    advise(start, end - start, _MADV_HUGEPAGE)
+    if advise is not None:
+        start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        # The outcome does not matter: a kernel without huge pages refuses, and small ones serve.
+        advise(start, end - start, _MADV_HUGEPAGE)
 
 
 @functools.cache

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ulysses_comm.collective import start_all_to_all
 from ulysses_comm.copies import copy_head_shards
-from ulysses_comm.memory import empty_buffer
+from ulysses_comm.memory import empty_aligned
 from ulysses_comm.tiling import gathered_buffer_of, scattered_buffer_of
 from ulysses_comm.wire import Run, Wire
 from ulysses_comm.workspace import Workspace
@@ -66,7 +66,7 @@ class Buffers:
     def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return an unwritten buffer."""
         if self.workspace is None:
-            return empty_buffer(shape, dtype, device)
+            return empty_aligned(shape, dtype, device)
         return self.workspace.take(shape, dtype, device)
 
     def take_receive(

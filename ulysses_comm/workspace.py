@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ulysses_comm.memory import empty_buffer
+from ulysses_comm.memory import empty_aligned, tensor_at
 
 
 class Workspace:
@@ -27,7 +27,7 @@ class Workspace:
 
     def __init__(self) -> None:
         self.allocations = 0
-        self._kept: dict[tuple[torch.device, int], list[torch.UntypedStorage]] = {}
+        self._kept: dict[tuple[torch.device, int], list[tuple[torch.UntypedStorage, int]]] = {}
 
     def take(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str
@@ -42,13 +42,13 @@ class Workspace:
         device = torch.device(device)
         nbytes = math.prod(shape) * dtype.itemsize
         kept = self._kept.setdefault((device, nbytes), [])
-        storage = next((storage for storage in kept if _is_free(storage)), None)
-        if storage is None:
+        block = next((block for block in kept if _is_free(block[0])), None)
+        if block is None:
             self.allocations += 1
-            storage = empty_buffer((nbytes,), torch.uint8, device).untyped_storage()
-            kept.append(storage)
-        tensor = torch.empty(0, dtype=dtype, device=device)
-        return tensor.set_(storage, 0, tuple(shape), _contiguous_strides(shape))
+            buffer = empty_aligned((nbytes,), torch.uint8, device)
+            block = buffer.untyped_storage(), int(buffer.storage_offset())
+            kept.append(block)
+        return tensor_at(*block, shape, dtype)
 
     def clear(self) -> None:
         """Let go of all buffers; those still referred to live on with their tensors."""
@@ -58,13 +58,6 @@ class Workspace:
     def nbytes(self) -> int:
         """Bytes of all buffers kept."""
         return sum(nbytes * len(kept) for (_, nbytes), kept in self._kept.items())
-
-
-def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.append(strides[-1] * max(size, 1))
-    return tuple(reversed(strides))
 
 
 def _is_free(storage: torch.UntypedStorage) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ulysses_comm import Workspace, memory
-from ulysses_comm.memory import HUGE_PAGE_BYTES, empty_buffer
+from ulysses_comm.memory import LARGE_BYTES, empty_aligned, empty_buffer
 
 Calls = list[tuple[int, int, int]]
 
@@ -28,8 +28,8 @@ def advised(monkeypatch: pytest.MonkeyPatch) -> Calls:
     return calls
 
 
-@pytest.mark.parametrize("shape", [(), (0, 3), (5, 7), (HUGE_PAGE_BYTES,)])
-def test_a_buffer_is_what_torch_empty_returns(shape: tuple[int, ...], advised: Calls) -> None:
+@pytest.mark.parametrize("shape", [(), (0, 3), (5, 7), (LARGE_BYTES,)])
+def test_a_whole_buffer_is_what_torch_empty_returns(shape: tuple[int, ...], advised: Calls) -> None:
     buffer = empty_buffer(shape, torch.bfloat16)
     expected = torch.empty(shape, dtype=torch.bfloat16)
     assert (buffer.shape, buffer.stride()) == (expected.shape, expected.stride())
@@ -39,7 +39,7 @@ def test_a_buffer_is_what_torch_empty_returns(shape: tuple[int, ...], advised: C
 
 
 def test_whole_pages_of_a_large_buffer_are_asked_for(advised: Calls) -> None:
-    buffer = empty_buffer((HUGE_PAGE_BYTES // 4 + 1,), torch.float32)
+    buffer = empty_buffer((LARGE_BYTES // 4 + 1,), torch.float32)
     ((address, nbytes, _),) = advised
     start, end = buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes
     assert address % 4096 == 0
@@ -49,18 +49,43 @@ def test_whole_pages_of_a_large_buffer_are_asked_for(advised: Calls) -> None:
     assert nbytes > buffer.nbytes - 2 * 65536
 
 
+@pytest.mark.parametrize("nbytes", [0, 16, LARGE_BYTES - 16, LARGE_BYTES, 9 * LARGE_BYTES + 48])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float64], ids=str)
+def test_an_aligned_buffer_is_one_too(nbytes: int, dtype: torch.dtype, advised: Calls) -> None:
+    shape = (2, nbytes // 2 // dtype.itemsize)
+    tensor = empty_aligned(shape, dtype, "cpu")
+    assert tensor.shape == shape
+    assert tensor.stride() == torch.empty(shape).stride()
+    assert tensor.dtype == dtype
+    assert tensor._base is None
+    tensor.fill_(1)
+    assert (tensor == 1).all()
+
+
+def test_a_large_aligned_buffer_begins_at_a_huge_page(advised: Calls) -> None:
+    tensor = empty_aligned((9, LARGE_BYTES), torch.uint8, "cpu")
+    assert tensor.data_ptr() % (2 << 20) == 0
+    ((address, nbytes, _),) = advised
+    storage = tensor.untyped_storage()
+    assert address == tensor.data_ptr()
+    assert tensor.nbytes <= nbytes
+    assert address + nbytes <= storage.data_ptr() + storage.nbytes()
+
+
 def test_small_buffers_other_devices_and_fake_tensors_are_left_alone(advised: Calls) -> None:
-    empty_buffer((HUGE_PAGE_BYTES - 1,), torch.uint8)
-    empty_buffer((HUGE_PAGE_BYTES,), torch.uint8, "meta")
+    empty_buffer((LARGE_BYTES - 1,), torch.uint8)
+    empty_buffer((LARGE_BYTES,), torch.uint8, "meta")
+    empty_aligned((LARGE_BYTES - 1,), torch.uint8, "cpu")
+    empty_aligned((LARGE_BYTES,), torch.uint8, "meta")
     with FakeTensorMode():
-        empty_buffer((HUGE_PAGE_BYTES,), torch.uint8)
+        empty_buffer((LARGE_BYTES,), torch.uint8)
     assert advised == []
 
 
 def test_a_workspace_asks_once_for_each_buffer_that_it_makes(advised: Calls) -> None:
     workspace = Workspace()
     for _ in range(3):
-        workspace.take((HUGE_PAGE_BYTES,), torch.uint8, "cpu")
+        workspace.take((LARGE_BYTES,), torch.uint8, "cpu")
     assert len(advised) == workspace.allocations == 1
 
 
@@ -68,7 +93,7 @@ def test_a_system_without_madvise_serves_too(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(sys, "platform", "darwin")
     assert memory._madvise.__wrapped__() is None
     monkeypatch.setattr(memory, "_madvise", lambda: None)
-    assert empty_buffer((HUGE_PAGE_BYTES,), torch.uint8).nbytes == HUGE_PAGE_BYTES
+    assert empty_buffer((LARGE_BYTES,), torch.uint8).nbytes == LARGE_BYTES
 
 
 @pytest.mark.skipif(
@@ -76,7 +101,7 @@ def test_a_system_without_madvise_serves_too(monkeypatch: pytest.MonkeyPatch) ->
     reason="needs a Linux kernel with transparent huge pages",
 )
 def test_the_kernel_takes_the_wish() -> None:
-    buffer = empty_buffer((8 * HUGE_PAGE_BYTES,), torch.uint8)
+    buffer = empty_buffer((8 * LARGE_BYTES,), torch.uint8)
     middle = buffer.data_ptr() + buffer.nbytes // 2
     flags: list[str] = []
     inside = False
