@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -154,20 +155,26 @@ def _check_qkv(
                 f"layout={layout!r} (b batch, s tokens, h heads, d channels of a head)."
             )
     check_same_device(tensors)
-    shapes = [_shape_of(tensor, layout) for tensor in tensors]
-    (batch, tokens, num_heads, dim), key, value = shapes
-    given = ", ".join(f"{n} {tuple(t.shape)}" for n, t in zip(names, tensors, strict=True))
-    if any(shape[:2] != (batch, tokens) for shape in shapes):
+    (batch, tokens, num_heads, dim), key, value = (_shape_of(t, layout) for t in tensors)
+    if key[:2] != (batch, tokens) or value[:2] != (batch, tokens):
         raise ValueError(
-            f"{given} in layout {layout!r}: expected as many sequences and tokens in each. "
-            "Attention to another sequence, or with a cache of earlier tokens, is not split by it."
+            f"{_shown(names, tensors)} in layout {layout!r}: expected as many sequences and tokens "
+            "in each. Attention to another sequence, or with a cache of earlier tokens, is not "
+            "split by it."
         )
     if key[2] != value[2] or dim != key[3] or batch < 1:
         raise ValueError(
-            f"{given} in layout {layout!r}: expected one sequence or more, as many heads in "
-            f"{names[1]} as in {names[2]}, and as many channels in {names[0]} as in {names[1]}."
+            f"{_shown(names, tensors)} in layout {layout!r}: expected one sequence or more, as "
+            f"many heads in {names[1]} as in {names[2]}, and as many channels in {names[0]} as in "
+            f"{names[1]}."
         )
-    return batch, tokens, num_heads, key[2]
+    # Plain ints also where a compiler traces sizes as symbols: the heads are a model's own.
+    return batch, tokens, operator.index(num_heads), operator.index(key[2])
+
+
+def _shown(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> str:
+    shapes = [f"{name} {tuple(t.shape)}" for name, t in zip(names, tensors, strict=True)]
+    return ", ".join(shapes)
 
 
 def _shape_of(tensor: torch.Tensor, layout: TokenLayout) -> tuple[int, int, int, int]:
