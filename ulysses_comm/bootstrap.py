@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from ulysses_comm import hardware
 from ulysses_comm.mpi import BACKEND as MPI_BACKEND
-from ulysses_comm.mpi import load_mpi, register_backend
+from ulysses_comm.mpi import end_job_after_failure, load_mpi, register_backend
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -69,7 +69,8 @@ def init_distributed(
     Args:
         backend: A torch.distributed backend, or "ulysses_mpi"; None for the one that fits the
             device: mccl, nccl, and on the CPU gloo, or ulysses_mpi under mpirun.
-        device: "cpu", "cuda" or "musa"; None for what the machine has.
+        device: "cpu", "cuda" or "musa"; None for what the machine has, and the CPU with
+            "ulysses_mpi".
         timeout: How long an operation may wait for other ranks before it raises; None for torch's
             default, which is 10 minutes on NCCL and 30 on others.
         launcher: "torchrun" (the environment variables that it sets), "mpirun" or "bare", where the
@@ -199,6 +200,7 @@ def _start_from_mpi(backend: str | None, device: str | None, timeout: timedelta 
             ],
             os.environ,
         )
+    end_job_after_failure()
     local = world.Split_type(load_mpi().COMM_TYPE_SHARED)
     local_rank, local_size = local.rank, local.size
     local.Free()
@@ -222,6 +224,8 @@ def _plan(
     """Choose device and backend; problems are returned, so that all of them can be named."""
     problems = []
     place = torch.device("cpu")
+    if backend == MPI_BACKEND and device is None:
+        device = "cpu"  # whatever else the machine has
     try:
         place = hardware.device_for_rank(local_rank, device)
     except (ValueError, RuntimeError) as error:
@@ -231,7 +235,8 @@ def _plan(
         if backend is None
         else hardware.Choice(backend, "the caller asked for it")
     )
-    problems += hardware.backend_problems(choice.name)
+    # Without a device, whether they fit each other is no question yet.
+    problems += hardware.backend_problems(choice.name, None if problems else place.type)
     if choice.name == MPI_BACKEND:
         try:
             load_mpi()

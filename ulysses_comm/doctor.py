@@ -319,6 +319,11 @@ def _check_on_gpus(group: dist.ProcessGroup, kind: str, backend: str) -> None:
     hardware.use_device(device)
     gpu_group = dist.new_group(backend=backend)
     assert gpu_group is not None, "every rank is a member"
+    # On one GPU the exchange below communicates nothing; this starts the backend all the same.
+    total = torch.ones(1, device=device)
+    dist.all_reduce(total, group=gpu_group)
+    if float(total) != group.size():
+        raise RuntimeError(f"all_reduce of ones over {group.size()} rank(s) gave {float(total):g}.")
     check_exchange(gpu_group, device)
 
 

@@ -29,6 +29,9 @@ TORCHADA_VARIABLE = "ULYSSES_COMM_TORCHADA"
 
 _VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "MUSA_VISIBLE_DEVICES")
 
+# Backends that carry tensors of one kind of device only.
+_CARRIED = {"nccl": "cuda", "mccl": "musa", "ulysses_mpi": "cpu"}
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -160,23 +163,20 @@ def choose_backend(kind: str, *, mpi_ranks: bool = False) -> Choice:
     return Choice("ulysses_mpi", "this torch has no gloo")
 
 
-def backend_problems(backend: str) -> list[str]:
-    """Say why this torch cannot use a backend, with a fix each; empty if it can."""
+def backend_problems(backend: str, kind: str | None = None) -> list[str]:
+    """Say why this torch cannot use a backend, with a fix each; empty if it can.
+
+    Args:
+        backend: Its name.
+        kind: The kind of device whose tensors it is to carry, if that matters.
+    """
     name = backend.lower()
-    if name == "ulysses_mpi":
-        return []  # registered when it is used; mpi4py then says what it lacks
-    if name == "mpi":
-        if dist.is_mpi_available():
-            return []
-        return ["backend 'mpi' needs a torch built with MPI; use 'ulysses_mpi', which needs mpi4py"]
-    present = {"nccl": dist.is_nccl_available, "gloo": dist.is_gloo_available}
-    if name in present and not present[name]():
-        return [f"backend '{name}' is not built into this torch {torch.__version__}"]
-    if name == "mccl" and name not in dist.Backend.backend_list:
-        return ["backend 'mccl' comes with torch_musa, which is not loaded or was built without it"]
-    if name not in dist.Backend.backend_list:
-        known = sorted({*dist.Backend.backend_list, "ulysses_mpi"} - {"undefined", "mpi", "fake"})
-        return [f"backend '{backend}' is unknown here: expected one of {', '.join(known)}"]
+    absent = _absent_backend(name)
+    if absent is not None:
+        return [absent]
+    carried = _CARRIED.get(name)
+    if kind is not None and carried not in (None, kind):
+        return [f"backend '{name}' carries {carried} tensors, and the device is {kind}"]
     return []
 
 
@@ -217,6 +217,24 @@ def load_torchada(device: torch.device | str | None = None) -> ModuleType | None
             "pip install 'ulysses-comm[musa]', or unset the variable."
         )
     return importlib.import_module("torchada")
+
+
+def _absent_backend(name: str) -> str | None:
+    if name == "ulysses_mpi":
+        return None  # registered when it is used; mpi4py then says what it lacks
+    if name == "mpi":
+        if dist.is_mpi_available():
+            return None
+        return "backend 'mpi' needs a torch built with MPI; use 'ulysses_mpi', which needs mpi4py"
+    present = {"nccl": dist.is_nccl_available, "gloo": dist.is_gloo_available}
+    if name in present and not present[name]():
+        return f"backend '{name}' is not built into this torch {torch.__version__}"
+    if name == "mccl" and name not in dist.Backend.backend_list:
+        return "backend 'mccl' comes with torch_musa, which is not loaded or was built without it"
+    if name not in dist.Backend.backend_list:
+        known = sorted({*dist.Backend.backend_list, "ulysses_mpi"} - {"undefined", "mpi", "fake"})
+        return f"backend '{name}' is unknown here: expected one of {', '.join(known)}"
+    return None
 
 
 def _device_type(device: torch.device | str) -> str:

@@ -257,6 +257,10 @@ def check_gradients(group: Any) -> None:
     assert full.grad is not None
     assert torch.allclose(local.grad, full.grad.split(splits)[rank], rtol=1e-6)
 
+    traced = local.detach().clone().requires_grad_()
+    torch.compile(attention, backend="aot_eager", fullgraph=True)(traced).sum().backward()
+    assert_same_bits(traced.grad, local.grad, "compiled")
+
 
 def check_compiled_all_to_all(group: Any) -> None:
     """The registered operator, traced whole, forward and backward, against eager."""

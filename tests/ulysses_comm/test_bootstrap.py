@@ -133,6 +133,7 @@ def test_everything_missing_is_named_in_one_error(
         ({"backend": "mpi"}, {}, ["torch built with MPI", "use 'ulysses_mpi'"]),
         ({"backend": "mccl"}, {}, ["torch_musa"]),
         ({"device": "musa", "backend": "x"}, {}, ["'musa'", "sees none", "'x' is unknown"]),
+        ({"backend": "nccl", "device": "cpu"}, {}, ["backend 'nccl'"]),
         ({"device": "tpu"}, {}, ["'tpu'", "expected cpu, cuda or musa"]),
         ({}, {"ULYSSES_COMM_DEVICE": "musa"}, ["ULYSSES_COMM_DEVICE in the environment"]),
         (

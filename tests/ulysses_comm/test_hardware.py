@@ -62,7 +62,9 @@ assert hardware.is_musa_build() and hardware.device_count('musa') == 2
 chosen = hardware.choose_device()
 assert (chosen.name, chosen.reason) == ('musa', 'torch sees 2 musa device(s)')
 assert hardware.choose_backend('musa').name == 'mccl'
-assert hardware.backend_problems('mccl') == []
+assert hardware.backend_problems('mccl', 'musa') == hardware.backend_problems('gloo', 'cpu') == []
+(problem,) = hardware.backend_problems('mccl', 'cpu')
+assert problem == "backend 'mccl' carries musa tensors, and the device is cpu"
 assert hardware.device_for_rank(1) == torch.device('musa:1')
 refused = refusal(lambda: hardware.device_for_rank(2))
 assert 'rank 2' in refused and 'sees 2' in refused and 'ULYSSES_COMM_DEVICE=cpu' in refused
@@ -94,6 +96,14 @@ def step(group):
         exchange.scatter_seqlen_gather_heads(gathered.contiguous(), [3, 0, 2], group), mine)
 simulate(3, step)
 assert hardware.load_torchada('cpu') is None
+try:
+    mpi.load_mpi()
+except RuntimeError:
+    pass  # no MPI on this machine
+else:
+    launch = bootstrap.init_distributed('ulysses_mpi')
+    assert launch.device.type == 'cpu', 'MPI carries CPU tensors'
+    dist.destroy_process_group()
 os.environ['ULYSSES_COMM_DEVICE'] = 'cpu'
 launch = bootstrap.init_distributed()
 assert (launch.device.type, launch.backend.name) == ('cpu', 'gloo')

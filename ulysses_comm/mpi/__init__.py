@@ -6,7 +6,7 @@ backend and joins it; `register_backend` does the first half for a program that 
 `docs/platforms.md`.
 """
 
-from ulysses_comm.mpi.backend import BACKEND, MPIOptions, register_backend
+from ulysses_comm.mpi.backend import BACKEND, MPIOptions, end_job_after_failure, register_backend
 from ulysses_comm.mpi.launcher import Launcher, find_launcher
 from ulysses_comm.mpi.library import load_mpi
 
@@ -14,6 +14,7 @@ __all__ = [
     "BACKEND",
     "Launcher",
     "MPIOptions",
+    "end_job_after_failure",
     "find_launcher",
     "load_mpi",
     "register_backend",

@@ -42,6 +42,18 @@ def register_backend() -> None:
         dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
 
 
+def end_job_after_failure() -> None:
+    """Let an uncaught exception of this rank end all ranks, whatever backend they use.
+
+    Otherwise this rank would wait in MPI for the others, and they for this one. `init_distributed`
+    under mpirun calls it, and so does every group of this backend.
+    """
+    load_mpi()
+    from ulysses_comm.mpi import exit_hook
+
+    exit_hook.install()
+
+
 def _create(options: Any, pg_options: object) -> dist.ProcessGroup:
     """Make the group that torch.distributed asks this rank for; its members call together."""
     from ulysses_comm.mpi.channel import Channel

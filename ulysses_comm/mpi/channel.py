@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -13,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from mpi4py import MPI
+
+from ulysses_comm.mpi import exit_hook
 
 # Polling with sched_yield is as fast as a blocking wait, and can end. After this many seconds of
 # nothing the wait is for a rank that computes, and may leave it the core.
@@ -39,7 +39,7 @@ class Channel:
         self._pending: dict[int, MPIWork] = {}
         # Without this an MPI error ends the process on the spot.
         communicator.Set_errhandler(MPI.ERRORS_RETURN)
-        _end_job_after_failure()
+        exit_hook.install()
 
     def start(
         self,
@@ -65,6 +65,7 @@ class Channel:
         try:
             requests = begin()
         except MPI.Exception as error:
+            exit_hook.mark_failed(keep)  # some of the requests may be under way
             raise self.fail(f"{operation} failed to start: {error.Get_error_string()}") from error
         work = MPIWork(self, operation, requests, (keep, results), results, deliver)
         self._pending[id(work)] = work
@@ -78,7 +79,7 @@ class Channel:
     def fail(self, text: str) -> dist.DistBackendError:
         """Remember that the group is lost and return the error that says so."""
         self.failure = f"{text} (rank {self.rank} of {self.size}, MPI group '{self.name}')"
-        _failures.append(self)
+        exit_hook.mark_failed(self)
         return dist.DistBackendError(
             f"{self.failure}. MPI cannot withdraw an operation: end this process; that ends the "
             "MPI job. Look for the first error among the ranks."
@@ -200,27 +201,3 @@ class MPIWork(dist.Work):
         future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
         future.set_result(self._results)
         return future
-
-
-_failures: list[Channel] = []  # kept: MPI may still write to their buffers
-_hooks: list[Callable[[], None]] = []
-
-
-def _end_job_after_failure() -> None:
-    if not _hooks:
-        _hooks.append(_abort_if_failed)
-        atexit.register(_abort_if_failed)
-
-
-def _abort_if_failed() -> None:
-    """End the MPI job if this process ends by an error, and would wait in MPI_Finalize for ever.
-
-    Runs when the interpreter exits, after a traceback was printed and before mpi4py finalises MPI,
-    which waits for the other ranks, which wait for this one.
-    """
-    uncaught = getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")
-    if MPI.Is_finalized() or MPI.COMM_WORLD.size == 1 or not (_failures or uncaught):
-        return
-    sys.stdout.flush()
-    sys.stderr.flush()
-    MPI.COMM_WORLD.Abort(1)
