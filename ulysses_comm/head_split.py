@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ulysses_comm.layout import balanced_split_sizes
+from ulysses_comm.layout import balanced_split_sizes, whole_number
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,12 @@ class HeadSplit:
     ranges: tuple[tuple[int, int], ...]
 
     def __post_init__(self) -> None:
-        """Check that the ranges run upward within the heads and leave none out."""
+        """Check that the ranges run upward within the heads and leave none out.
+
+        Raises:
+            ValueError: If not, or if they are not pairs of whole numbers.
+        """
+        self._make_plain()
         covered, last_start = 0, 0
         for rank, (start, stop) in enumerate(self.ranges):
             if not last_start <= start <= stop <= self.num_heads or start > covered:
@@ -45,10 +51,22 @@ class HeadSplit:
         return cls.of_counts(balanced_split_sizes(num_heads, world_size))
 
     @classmethod
-    def of_counts(cls, counts: list[int]) -> HeadSplit:
+    def of_counts(cls, counts: Iterable[int]) -> HeadSplit:
         """Give each rank so many heads, one rank's after the other's."""
-        stops = list(itertools.accumulate(counts))
-        return cls(stops[-1] if stops else 0, tuple(zip([0, *stops[:-1]], stops, strict=True)))
+        stops = list(itertools.accumulate([whole_number("counts", count) for count in counts]))
+        starts = [0, *stops]
+        return cls(starts[-1], tuple(zip(starts[:-1], stops, strict=True)))
+
+    def _make_plain(self) -> None:
+        """Turn what merely equals tuples of ints into them.
+
+        Layouts are remembered by splits, and 2.0 == 2 == numpy.int64(2): one caller's floats would
+        be found by everybody else.
+        """
+        if not _are_plain(self.ranges):
+            object.__setattr__(self, "ranges", _plain_ranges(self.ranges))
+        if type(self.num_heads) is not int:
+            object.__setattr__(self, "num_heads", whole_number("num_heads", self.num_heads))
 
     @property
     def world_size(self) -> int:
@@ -69,6 +87,27 @@ class HeadSplit:
     def overlaps(self) -> bool:
         """Whether some head goes to more than one rank."""
         return sum(self.counts) != self.num_heads
+
+
+def _are_plain(ranges: object) -> bool:
+    return type(ranges) is tuple and all(
+        type(pair) is tuple and [type(bound) for bound in pair] == [int, int] for pair in ranges
+    )
+
+
+def _plain_ranges(ranges: object) -> tuple[tuple[int, int], ...]:
+    pairs: list[object] = list(ranges) if isinstance(ranges, Iterable) else [ranges]
+    plain = []
+    for pair in pairs:
+        bounds = list(pair) if isinstance(pair, Iterable) else []
+        if len(bounds) != 2:
+            raise ValueError(
+                f"ranges={ranges!r}: expected (start, stop) for each rank. HeadSplit.of_counts "
+                "makes them from head counts."
+            )
+        start, stop = (whole_number("ranges", bound) for bound in bounds)
+        plain.append((start, stop))
+    return tuple(plain)
 
 
 def split_query_groups(
@@ -117,8 +156,9 @@ def local_kv_heads(query: HeadSplit, key_value: HeadSplit, rank: int) -> list[in
 def _query_counts(num_heads: int, num_kv_heads: int, world_size: int) -> list[int]:
     """Split whole groups, or each group alone, where no rank gets more heads for it."""
     per_group = num_heads // num_kv_heads
-    if world_size % num_kv_heads == 0:
-        counts = balanced_split_sizes(per_group, world_size // num_kv_heads) * num_kv_heads
+    if world_size >= num_kv_heads:
+        shares = balanced_split_sizes(world_size, num_kv_heads)
+        counts = [count for share in shares for count in balanced_split_sizes(per_group, share)]
     else:
         counts = [n * per_group for n in balanced_split_sizes(num_kv_heads, world_size)]
     balanced = balanced_split_sizes(num_heads, world_size)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 import torch
 
@@ -20,8 +21,9 @@ def balanced_split_sizes(length: int, world_size: int) -> list[int]:
         Tokens per rank in rank order; the first `length % world_size` ranks own one more.
 
     Raises:
-        ValueError: If length is negative or world_size is not positive.
+        ValueError: If length is negative, world_size not positive, or either not a whole number.
     """
+    length, world_size = whole_number("length", length), whole_number("world_size", world_size)
     if length < 0:
         raise ValueError(f"length={length}: expected zero or more tokens.")
     if world_size < 1:
@@ -30,13 +32,29 @@ def balanced_split_sizes(length: int, world_size: int) -> list[int]:
     return [share + 1] * extra + [share] * (world_size - extra)
 
 
+def whole_number(name: str, value: int) -> int:
+    """Return a value as a plain int; traced sizes (`torch.SymInt`) stay as they are.
+
+    Raises:
+        ValueError: If it is not a whole number: a float, a bool, a string.
+    """
+    if type(value) is int or isinstance(value, torch.SymInt):
+        return value
+    is_bool = isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
+    if not is_bool:
+        with contextlib.suppress(TypeError):
+            return operator.index(value)
+    raise ValueError(f"{name}={value!r}: expected a whole number.")
+
+
 def check_split_sizes(split_sizes: Sequence[int], world_size: int) -> list[int]:
     """Return `split_sizes` as a list of `world_size` non-negative ints.
 
     Raises:
         ValueError: If it has another length, a negative entry, or one that is not a whole number.
     """
-    if isinstance(split_sizes, (str, bytes)) or not hasattr(split_sizes, "__len__"):
+    # Sets and mappings have lengths too, but no order of ranks.
+    if isinstance(split_sizes, (str, bytes, Set, Mapping)) or not hasattr(split_sizes, "__len__"):
         raise ValueError(
             f"split_sizes={split_sizes!r}: expected a sequence of {world_size} token counts, one "
             "per rank. ulysses_comm.balanced_split_sizes makes one from a length."
@@ -55,11 +73,12 @@ def check_split_sizes(split_sizes: Sequence[int], world_size: int) -> list[int]:
 
 
 def _token_count(size: int, split_sizes: Sequence[int]) -> int:
-    if isinstance(size, torch.SymInt):
-        return size  # traced: stands for an int
-    if isinstance(size, bool) or not hasattr(size, "__index__"):
-        raise ValueError(f"split_sizes={list(split_sizes)}: expected whole numbers, got {size!r}.")
-    return operator.index(size)
+    try:
+        return whole_number("size", size)
+    except ValueError:
+        raise ValueError(
+            f"split_sizes={list(split_sizes)}: expected whole numbers, got {size!r}."
+        ) from None
 
 
 def check_tensors(tensors: Sequence[torch.Tensor], name: str = "tensors[{}]") -> list[torch.Tensor]:
@@ -73,21 +92,27 @@ def check_tensors(tensors: Sequence[torch.Tensor], name: str = "tensors[{}]") ->
             f"tensors is one tensor of shape {tuple(tensors.shape)}: expected a list of them, for "
             "example [q, k, v]. Pass [tensor] for one."
         )
+    if not isinstance(tensors, Iterable):
+        raise ValueError(
+            f"tensors is a {type(tensors).__name__}: expected a list of tensors, for example "
+            "[q, k, v]."
+        )
     tensors = list(tensors)
     for index, tensor in enumerate(tensors):
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(
                 f"{name.format(index)} is a {type(tensor).__name__}: expected a torch.Tensor."
             )
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
+            kind = "nested" if tensor.is_nested else str(tensor.layout)
+            raise ValueError(
+                f"{name.format(index)} has layout {kind} and dtype {tensor.dtype}: expected a "
+                "dense tensor."
+            )
         if tensor.dim() and tensor.shape[-1] == 0:
             raise ValueError(
                 f"{name.format(index)} has shape {tuple(tensor.shape)}: expected a head_dim of one "
                 "or more in the last dimension."
-            )
-        if tensor.layout != torch.strided or tensor.is_quantized:
-            raise ValueError(
-                f"{name.format(index)} has layout {tensor.layout} and dtype {tensor.dtype}: "
-                "expected a dense tensor."
             )
     return tensors
 

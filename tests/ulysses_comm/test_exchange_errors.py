@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -48,7 +49,13 @@ BAD_HEAD_SCATTERS: list[tuple[str, Any, Any, list[str]]] = [
     ("no splits", [local()], [], ["split_sizes", "[]", "4 ranks"]),
     ("fractional splits", [local()], [5, 4.0, 3, 2], ["split_sizes", "4.0"]),
     ("a number as splits", [local()], 4, ["split_sizes", "4"]),
+    ("a set of splits", [local()], {5, 4, 3, 2}, ["split_sizes", "sequence"]),
+    ("a mapping as splits", [local()], dict.fromkeys(SPLITS), ["split_sizes", "sequence"]),
+    ("an array of rows", [local()], np.array(SPLITS)[:, None], ["split_sizes", "whole numbers"]),
+    ("a float tensor", [local()], [5, torch.tensor(4.0), 3, 2], ["split_sizes", "tensor(4.)"]),
+    ("a bool tensor", [local()], [5, torch.tensor(True), 3, 2], ["split_sizes", "tensor(True)"]),
     ("sparse", [local().to_sparse()], SPLITS, ["tensors[0]", "sparse"]),
+    ("no list", None, SPLITS, ["tensors", "NoneType", "list"]),
 ]
 
 BAD_SEQLEN_SCATTERS: list[tuple[str, Any, Any, list[str]]] = [
@@ -152,3 +159,12 @@ def test_the_rank_at_fault_says_so_and_ends_the_run() -> None:
 
     with pytest.raises(ValueError, match=r"4 tokens: expected split_sizes\[2\]=3.*rank 2"):
         simulate(WORLD, step)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_nested_tensors_are_refused() -> None:
+    """A nested tensor has no shape to look at."""
+    nested = torch.nested.nested_tensor([local(4, 16), local(2, 16)])
+    assert_refused(
+        lambda group: scatter_heads_gather_seqlen([nested], SPLITS, group), ["tensors[0]", "nested"]
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -52,8 +54,16 @@ def test_shards_of_balanced_splits_are_the_whole_sequence(length: int, world_siz
 
 @pytest.mark.parametrize(
     ("length", "world_size", "words"),
-    [(-1, 4, "length=-1"), (4, 0, "world_size=0"), (4, -2, "world_size=-2")],
+    [
+        (-1, 4, "length=-1"),
+        (4, 0, "world_size=0"),
+        (4, -2, "world_size=-2"),
+        (4.0, 2, "length=4.0: expected a whole number"),
+        ("4", 2, "length='4': expected a whole number"),
+        (4, True, "world_size=True: expected a whole number"),
+        (4, 0.5, "world_size=0.5: expected a whole number"),
+    ],
 )
-def test_balanced_splits_refuse_nonsense(length: int, world_size: int, words: str) -> None:
+def test_balanced_splits_refuse_nonsense(length: Any, world_size: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         balanced_split_sizes(length, world_size)
