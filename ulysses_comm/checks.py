@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ulysses_comm.collective import is_tracked
+from ulysses_comm.collective import check_tokens, is_tracked
 from ulysses_comm.head_split import HeadSplit
 from ulysses_comm.layout import (
     check_contiguous,
@@ -16,8 +16,10 @@ from ulysses_comm.layout import (
     check_same_head_dim,
     check_split_sizes,
     check_tensors,
+    fixed,
     promoted_dtype,
     shares_memory,
+    violated,
 )
 from ulysses_comm.wire import Wire, even_split, plan_wire
 
@@ -93,12 +95,13 @@ def check_head_scatter(
         _check_head_input(f"tensors[{index}]", tensor, sizes, rank)
     if not tensors:
         return HeadScatter([], sizes, None, 0)
+    _check_at_run_time(split_sizes, tensors, rank)
     check_same_device(tensors)
     if not keep_dtypes:
         check_same_head_dim(tensors)
     splits = _splits_of(tensors, head_splits, world_size)
     dtypes = [t.dtype for t in tensors] if keep_dtypes else [promoted_dtype(tensors)] * len(tensors)
-    wire = plan_wire(tuple(dtypes), tuple(t.shape[-1] for t in tensors), splits)
+    wire = plan_wire(tuple(dtypes), tuple(fixed(t.shape[-1]) for t in tensors), splits)
     inputs, copied = [], 0
     for tensor, split in zip(tensors, splits, strict=True):
         if tensor.dim() == 4 and (tensor.shape[1] != world_size or not split.is_even):
@@ -132,14 +135,16 @@ def check_seqlen_scatter(
         return SeqlenScatter([], sizes, None)
     for index, tensor in enumerate(tensors):
         _check_attention_output(name.format(index), tensor, sizes)
-    if alone:
+    _check_at_run_time(split_sizes, tensors, -1)
+    if alone and not torch.compiler.is_compiling():
+        # Traced, strides are the compiler's affair, and it makes contiguous what has to be.
         check_contiguous(name, tensors[0])
     check_same_device(tensors)
     if not keep_dtypes:
         check_same_head_dim(tensors)
     splits = _output_splits(tensors, head_splits, split_name, rank, world_size)
     dtypes = [t.dtype for t in tensors] if keep_dtypes else [promoted_dtype(tensors)] * len(tensors)
-    wire = plan_wire(tuple(dtypes), tuple(tensor.shape[2] for tensor in tensors), splits)
+    wire = plan_wire(tuple(dtypes), tuple(fixed(t.shape[2]) for t in tensors), splits)
     return SeqlenScatter(tensors, sizes, wire)
 
 
@@ -157,6 +162,11 @@ def check_out(
     """
     if out is None:
         return
+    if torch.compiler.is_compiling():
+        raise ValueError(
+            "out cannot be used inside torch.compile, which plans memory itself: leave it out, or "
+            "call the exchange outside the compiled region."
+        )
     if tuple(out.shape) != shape or out.dtype != dtype or out.device != inputs[0].device:
         raise ValueError(
             f"out is {tuple(out.shape)} {out.dtype} on {out.device}: expected {shape} {dtype} on "
@@ -197,6 +207,14 @@ def check_results(
         check_out(out, shape, checked.wire.dtypes[index], checked.inputs)
 
 
+def _check_at_run_time(
+    split_sizes: Sequence[int], tensors: Sequence[torch.Tensor], rank: int
+) -> None:
+    """Check again, in the graph, what a trace has to take for granted; `rank` -1 for the sum."""
+    if torch.compiler.is_compiling() and isinstance(split_sizes, torch.Tensor):
+        check_tokens(split_sizes, [tensor.shape[0] for tensor in tensors], rank)
+
+
 def _wire_facts(wire: Wire | None) -> dict[str, object]:
     if wire is None:
         return {"inputs": 0}
@@ -216,7 +234,7 @@ def _check_head_input(name: str, tensor: torch.Tensor, split_sizes: list[int], r
             "heads, head_dim), or 4 (tokens of this rank, world_size, heads per rank, head_dim). "
             "Merge a batch into the tokens."
         )
-    if tensor.shape[0] != split_sizes[rank]:
+    if violated(tensor.shape[0] == split_sizes[rank]):
         raise ValueError(
             f"{name} of shape {tuple(tensor.shape)} has {tensor.shape[0]} tokens: expected "
             f"split_sizes[{rank}]={split_sizes[rank]}, the tokens of rank {rank}. Pass this rank's "
@@ -230,7 +248,7 @@ def _check_attention_output(name: str, tensor: torch.Tensor, split_sizes: list[i
             f"{name} has shape {tuple(tensor.shape)}: expected 3 dimensions (seqlen, heads of this "
             "rank, head_dim), the attention output of the whole sequence. Merge a batch into it."
         )
-    if tensor.shape[0] != sum(split_sizes):
+    if violated(tensor.shape[0] == sum(split_sizes)):
         raise ValueError(
             f"{name} has {tensor.shape[0]} tokens, but split_sizes={split_sizes} add up to "
             f"{sum(split_sizes)}: expected the attention output of the whole sequence."
@@ -245,7 +263,7 @@ def _output_splits(
     world_size: int,
 ) -> tuple[HeadSplit, ...]:
     if head_splits is None:
-        return tuple(even_split(tensor.shape[1], world_size) for tensor in tensors)
+        return tuple(even_split(fixed(tensor.shape[1]), world_size) for tensor in tensors)
     _check_one_for_each(head_splits, tensors)
     for index, (tensor, split) in enumerate(zip(tensors, head_splits, strict=True)):
         name = split_name.format(index)
@@ -267,7 +285,7 @@ def _check_one_for_each(head_splits: Sequence[HeadSplit], tensors: Sequence[torc
 
 
 def _num_heads(tensor: torch.Tensor) -> int:
-    return tensor.shape[1] if tensor.dim() == 3 else tensor.shape[1] * tensor.shape[2]
+    return fixed(tensor.shape[1] if tensor.dim() == 3 else tensor.shape[1] * tensor.shape[2])
 
 
 def _splits_of(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from typing import Final, TypeAlias
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -40,6 +41,13 @@ def resolve_group(group: Group) -> dist.ProcessGroup | None:
         ValueError: If this rank is not a member of the group, or the mesh has several dimensions.
         TypeError: If `group` is none of these.
     """
+    process_group = _resolve(group)
+    if torch.compiler.is_compiling():
+        _make_graph_depend_on(process_group)
+    return process_group
+
+
+def _resolve(group: Group) -> dist.ProcessGroup | None:
     if isinstance(group, dist.ProcessGroup):
         if group.rank() < 0:
             raise ValueError(_NOT_A_MEMBER)
@@ -64,6 +72,19 @@ def resolve_group(group: Group) -> dist.ProcessGroup | None:
 def rank_and_world_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
     """Return this rank's place in the group and the group's size; (0, 1) for a lone rank."""
     return (0, 1) if group is None else (group.rank(), group.size())
+
+
+def _make_graph_depend_on(group: dist.ProcessGroup | None) -> None:
+    """Let a compiled function be compiled anew for another group.
+
+    torch 2.13 guards it on the type of a group alone, yet takes the group's rank, size and name for
+    constants, so that a second group would silently be served by the first one's graph. Values
+    that are read and used are guarded on: here the default group's identity, which changes when
+    groups are made anew, and the name, which tells the groups of one process apart.
+    """
+    _ = dist.group.WORLD
+    if group is not None and group.group_name == "":
+        raise RuntimeError("group has no name in torch's registry, by which a graph could find it.")
 
 
 _NOT_A_MEMBER = (

@@ -22,6 +22,7 @@ from ulysses_comm.layout import (
     check_same_head_dim,
     check_tensors,
     promoted_dtype,
+    violated,
 )
 from ulysses_comm.memory import empty_buffer
 from ulysses_comm.tiling import head_shards_buffer
@@ -203,7 +204,7 @@ def _check_packable(name: str, tensor: torch.Tensor, first: torch.Tensor, world_
             f"{name} has shape {tuple(tensor.shape)}: expected 3 dimensions (tokens of this rank, "
             "heads, head_dim)."
         )
-    if tensor.shape[0] != first.shape[0] or tensor.device != first.device:
+    if violated(tensor.shape[0] == first.shape[0]) or tensor.device != first.device:
         raise ValueError(
             f"{name} has {tensor.shape[0]} tokens on {tensor.device}, tensors[0] has "
             f"{first.shape[0]} on {first.device}: expected the same tokens on the same device."

@@ -47,12 +47,19 @@ def whole_number(name: str, value: int) -> int:
     raise ValueError(f"{name}={value!r}: expected a whole number.")
 
 
-def check_split_sizes(split_sizes: Sequence[int], world_size: int) -> list[int]:
+def check_split_sizes(split_sizes: Sequence[int] | torch.Tensor, world_size: int) -> list[int]:
     """Return `split_sizes` as a list of `world_size` non-negative ints.
 
     Raises:
         ValueError: If it has another length, a negative entry, or one that is not a whole number.
     """
+    if isinstance(split_sizes, torch.Tensor):
+        if split_sizes.dim() != 1 or split_sizes.dtype != torch.int64:
+            raise ValueError(
+                f"split_sizes is a tensor of shape {tuple(split_sizes.shape)} and "
+                f"{split_sizes.dtype}: expected a list, or int64 of shape ({world_size},)."
+            )
+        split_sizes = split_sizes.tolist()
     # Sets and mappings have lengths too, but no order of ranks.
     if isinstance(split_sizes, (str, bytes, Set, Mapping)) or not hasattr(split_sizes, "__len__"):
         raise ValueError(
@@ -65,11 +72,35 @@ def check_split_sizes(split_sizes: Sequence[int], world_size: int) -> list[int]:
             f"count for each of the {world_size} ranks of the group."
         )
     sizes = [_token_count(size, split_sizes) for size in split_sizes]
-    if any(size < 0 for size in sizes):
+    if any(violated(size >= 0) for size in sizes):
         raise ValueError(
             f"split_sizes={sizes}: expected token counts of zero or more. A rank may own no tokens."
         )
     return sizes
+
+
+def violated(holds: bool) -> bool:
+    """Tell whether a condition on sizes does not hold.
+
+    Traced, a condition on sizes that are only known at run time (unbacked ones) becomes an
+    assertion of the graph, which raises a RuntimeError there, and counts as met here. What must
+    not be missed has to be checked at run time too: torch 2.11 to 2.13 lose such assertions on the
+    way from Dynamo's graph to the one that runs.
+    """
+    if not torch.compiler.is_compiling():
+        return not holds
+    # Imported here: it brings sympy, which only a compiler needs.
+    from torch.fx.experimental.symbolic_shapes import guard_or_true
+
+    if not guard_or_true(holds):
+        return True
+    torch._check(holds)
+    return False
+
+
+def fixed(size: int) -> int:
+    """Return a size that a trace specialises on: a head count or head_dim, facts of the model."""
+    return operator.index(size)
 
 
 def _token_count(size: int, split_sizes: Sequence[int]) -> int:

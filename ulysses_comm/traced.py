@@ -1,17 +1,22 @@
 """The exchanges in a form that `torch.compile` follows: torch operators around one registered one.
 
 The compiler fuses the concatenation into what produces the inputs, so a compiled region stores Q, K
-and V in send order to begin with; autograd's formulas come with the operators.
+and V in send order to begin with; autograd's formulas come with the operators. docs/compile.md says
+what a user has to know.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from ulysses_comm.collective import all_to_all_rows, is_tracked
+from ulysses_comm.byte_exchange import scatter_heads_bytes, scatter_seqlen_bytes
+from ulysses_comm.collective import all_to_all_rows
+from ulysses_comm.head_split import HeadSplit
 from ulysses_comm.transfer import Route
 from ulysses_comm.wire import Wire
 
@@ -20,9 +25,10 @@ def scatter_heads_traced(
     inputs: Sequence[torch.Tensor], wire: Wire, route: Route
 ) -> list[torch.Tensor]:
     """Do what `start_scatter_heads` and `finish_scatter_heads` do, traceably."""
-    _refuse_bytes_with_gradient(inputs, wire)
     if not wire.is_uniform:
-        return _scatter_heads_bytes(inputs, wire, route)
+        return scatter_heads_bytes(
+            [t if t.dim() == 3 else t.flatten(1, 2) for t in inputs], wire, route
+        )
     if wire.is_even:
         shards = [
             t if t.dim() == 4 else t.unflatten(1, (wire.world_size, split.counts[0]))
@@ -32,19 +38,10 @@ def scatter_heads_traced(
         counts = list(route.split_sizes), [route.tokens] * wire.world_size
         received = all_to_all_rows(send, *counts, route.group)
     else:
-        blocks = [
-            torch.cat(
-                [
-                    tensor[:, slice(*split.ranges[rank])]
-                    for tensor, split in zip(inputs, wire.splits, strict=True)
-                ],
-                dim=1,
-            ).flatten()
-            for rank in range(wire.world_size)
-        ]
+        blocks = _blocks_by_rank(inputs, wire)
         own_row = wire.row_sizes[route.rank]
         received = all_to_all_rows(
-            torch.cat(blocks).to(wire.dtype),
+            torch.cat([block.flatten() for block in blocks]),
             [size * own_row for size in route.split_sizes],
             [route.tokens * row for row in wire.row_sizes],
             route.group,
@@ -57,8 +54,13 @@ def scatter_seqlen_traced(
 ) -> list[torch.Tensor]:
     """Do what `start_scatter_seqlen` and `finish_scatter_seqlen` do, traceably."""
     if not wire.is_uniform:
-        return _scatter_seqlen_bytes(inputs, wire, route, as_shards)
-    send = inputs[0] if len(inputs) == 1 else torch.cat(list(inputs), dim=1)
+        return [
+            flat.unflatten(1, (wire.world_size, split.counts[0])) if shards else flat
+            for flat, split, shards in zip(
+                scatter_seqlen_bytes(inputs, wire, route), wire.splits, as_shards, strict=True
+            )
+        ]
+    send = torch.cat(list(inputs), dim=1) if len(inputs) > 1 else inputs[0].to(wire.dtype)
     if wire.is_even:
         received = all_to_all_rows(
             send, [route.tokens] * wire.world_size, list(route.split_sizes), route.group
@@ -85,69 +87,56 @@ def scatter_seqlen_traced(
     ]
 
 
+def _blocks_by_rank(inputs: Sequence[torch.Tensor], wire: Wire) -> list[torch.Tensor]:
+    """Return for each rank (tokens, its heads of every input, head_dim), promoted."""
+    spread = [
+        _SpreadHeads.apply(t, split.ranges) if split.overlaps else t  # type: ignore[no-untyped-call]
+        for t, split in zip(inputs, wire.splits, strict=True)
+    ]
+    starts = [[0, *itertools.accumulate(split.counts)] for split in wire.splits]
+    return [
+        torch.cat(
+            [t[:, start[rank] : start[rank + 1]] for t, start in zip(spread, starts, strict=True)],
+            dim=1,
+        )
+        for rank in range(wire.world_size)
+    ]
+
+
+class _SpreadHeads(torch.autograd.Function):
+    """Repeat heads that several ranks own, once for each of them.
+
+    Autograd's own formula would add up their gradients in any order, rounding each time; eager mode
+    adds them in rank order and rounds once.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, ranges: tuple[tuple[int, int], ...]
+    ) -> torch.Tensor:
+        ctx.split = HeadSplit(tensor.shape[1], ranges)
+        return torch.cat([tensor[:, start:stop] for start, stop in ranges], dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _sum_shares(grad.split(list(ctx.split.counts), dim=1), ctx.split, grad.dtype), None
+
+
 def _assemble(parts: Sequence[torch.Tensor], wire: Wire, index: int) -> torch.Tensor:
-    """Join the ranks' heads; heads that several ranks own are summed in rank order."""
+    """Join the ranks' heads; heads that several ranks own are summed."""
     split = wire.splits[index]
     if not split.overlaps:
         return torch.cat(list(parts), dim=1)
-    dtype = wire.dtypes[index]
+    return _sum_shares(parts, split, wire.dtypes[index])
+
+
+def _sum_shares(
+    parts: Sequence[torch.Tensor], split: HeadSplit, dtype: torch.dtype
+) -> torch.Tensor:
+    """Add up the shares of heads that several ranks own, in rank order, rounded once."""
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
     padded = [
         torch.nn.functional.pad(part.to(wide), (0, 0, start, split.num_heads - stop))
         for part, (start, stop) in zip(parts, split.ranges, strict=True)
     ]
-    return functools.reduce(torch.add, padded).to(dtype)
-
-
-def _scatter_heads_bytes(
-    inputs: Sequence[torch.Tensor], wire: Wire, route: Route
-) -> list[torch.Tensor]:
-    """Send rows of bytes; nothing here carries a gradient."""
-    blocks = []
-    for rank in range(wire.world_size):
-        block = inputs[0].new_zeros((route.tokens, wire.row_sizes[rank]), dtype=torch.uint8)
-        parts = wire.gathered(block, rank)
-        for part, tensor, split in zip(parts, inputs, wire.splits, strict=True):
-            part.copy_(tensor[:, slice(*split.ranges[rank])])
-        blocks.append(block.flatten())
-    own_row = wire.row_sizes[route.rank]
-    received = all_to_all_rows(
-        torch.cat(blocks),
-        [size * own_row for size in route.split_sizes],
-        [route.tokens * row for row in wire.row_sizes],
-        route.group,
-    )
-    return wire.gathered(received.view(route.seqlen, own_row), route.rank)
-
-
-def _scatter_seqlen_bytes(
-    inputs: Sequence[torch.Tensor], wire: Wire, route: Route, as_shards: Sequence[bool]
-) -> list[torch.Tensor]:
-    """Send rows of bytes; nothing here carries a gradient."""
-    _refuse_bytes_with_gradient(inputs, wire)
-    own_row = wire.row_sizes[route.rank]
-    send = inputs[0].new_zeros((route.seqlen, own_row), dtype=torch.uint8)
-    for part, tensor in zip(wire.gathered(send, route.rank), inputs, strict=True):
-        part.copy_(tensor)
-    sizes = [route.tokens * row for row in wire.row_sizes]
-    received = all_to_all_rows(
-        send.flatten(), sizes, [size * own_row for size in route.split_sizes], route.group
-    )
-    blocks = [
-        wire.gathered(block.view(route.tokens, wire.row_sizes[rank]), rank)
-        for rank, block in enumerate(received.split(sizes))
-    ]
-    parts_of = [[block[index] for block in blocks] for index in range(len(wire.splits))]
-    return [
-        torch.stack(parts, dim=1) if shards else _assemble(parts, wire, index)
-        for index, (parts, shards) in enumerate(zip(parts_of, as_shards, strict=True))
-    ]
-
-
-def _refuse_bytes_with_gradient(inputs: Sequence[torch.Tensor], wire: Wire) -> None:
-    if not wire.is_uniform and is_tracked(inputs):
-        raise RuntimeError(
-            "keep_dtypes=True with several dtypes or head dims carries bytes, through which no "
-            "gradient flows under torch.compile, but an input requires grad. Call it outside the "
-            "compiled region, use one dtype and head_dim, or one exchange for each."
-        )
+    return functools.reduce(torch.add, padded, torch.zeros_like(padded[0])).to(dtype)

@@ -16,13 +16,30 @@ head_dim), and an input in it is one strided view: its head shards.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from ulysses_comm.head_split import HeadSplit
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., object])
+
+
+def _remembered(maxsize: int) -> Callable[[FunctionT], FunctionT]:
+    """Keep the results of a pure function, to save arithmetic; a trace would warn of a cache."""
+
+    def decorate(function: FunctionT) -> FunctionT:
+        cached = functools.lru_cache(maxsize)(function)
+
+        @functools.wraps(function)
+        def call(*args: object) -> object:
+            return function(*args) if torch.compiler.is_compiling() else cached(*args)
+
+        return call  # type: ignore[return-value]  # of the same signature
+
+    return decorate
 
 
 class Run(NamedTuple):
@@ -179,11 +196,11 @@ class Wire:
         )
 
 
-@functools.lru_cache(maxsize=512)
+@_remembered(maxsize=512)
 def plan_wire(
     dtypes: tuple[torch.dtype, ...], head_dims: tuple[int, ...], splits: tuple[HeadSplit, ...]
 ) -> Wire:
-    """Lay out an exchange. Pure; the cache only saves the arithmetic.
+    """Lay out an exchange.
 
     Inputs of one dtype and head_dim lie side by side as heads. Others lie in rows of bytes, each
     aligned to its own element size, every row of a length that keeps the next row aligned too.
@@ -203,7 +220,7 @@ def plan_wire(
     return Wire(dtypes, head_dims, splits, dtype, tuple(offsets), tuple(row_sizes))
 
 
-@functools.lru_cache(maxsize=2048)
+@_remembered(maxsize=2048)
 def runs(wire: Wire, index: int) -> tuple[Run, ...]:
     """Cut the ranks into runs for one input, as long as possible; ranks without a head fall out."""
     split = wire.splits[index]
@@ -235,7 +252,7 @@ def _extend(run: Run, wire: Wire, index: int, rank: int) -> Run | None:
     return Run((first, rank + 1), run.first_head, step, run.num_heads) if fits else None
 
 
-@functools.lru_cache(maxsize=512)
+@_remembered(maxsize=512)
 def even_split(count: int, world_size: int) -> HeadSplit:
     """Return the split that gives each rank `count` heads, none of them shared."""
     return HeadSplit.of_counts([count] * world_size)
