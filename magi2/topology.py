@@ -115,22 +115,27 @@ class Topology:
         sequence: str = "sequence",
         cfg: str | None = None,
         expert_size: int | None = None,
+        num_expert_heads: int | None = None,
     ) -> Topology:
         """Take the groups from a device mesh.
 
         Args:
-            mesh: Over all ranks of the world, of the axes named below and no others.
+            mesh: Of the axes named below and no others: all ranks of the world, or those of one
+                replica, as slices of a larger mesh are.
             sequence: Axis that shares the tokens.
             cfg: Axis of the guidance branches, of size 1 or 2; None for packed branches.
             expert_size: Ranks that share the experts, consecutive on the sequence axis; None for
-                the whole axis.
+                the whole axis, or what num_expert_heads gives.
+            num_expert_heads: Heads of the mixture. If given, expert_size=None is the largest size
+                that leaves no head to pad: 4 for 12 heads on 8 ranks. The whole axis would use less
+                memory and leave ranks 6 and 7 without a head.
 
         Raises:
             ValueError: If the mesh has other axes, or expert_size does not divide the sequence
                 axis. The same on every rank.
 
-        Where the experts take a part of the sequence axis, this makes the groups for it: all ranks
-        of the world must call it.
+        Where the experts take a part of the sequence axis, this makes the group for it: all ranks
+        of that part must call it.
         """
         axes = [axis for axis in (cfg, sequence) if axis is not None]
         names = mesh.mesh_dim_names or ()
@@ -146,20 +151,29 @@ class Topology:
                 f"axis {cfg!r} has {cfg_size} ranks: expected 2, the conditional and the "
                 "unconditional branch, or 1."
             )
-        expert_size = expert_size or sequence_size
-        if expert_size < 1 or sequence_size % expert_size:
+        usable = usable_group_sizes(sequence_size)
+        if expert_size is None:
+            expert_size = usable_group_sizes(sequence_size, num_expert_heads)[-1]
+        if isinstance(expert_size, bool) or expert_size not in usable:
             raise ValueError(
-                f"expert_size={expert_size} does not divide the {sequence_size} ranks of axis "
-                f"{sequence!r}: expected equal runs inside the sequence group."
+                f"expert_size={expert_size!r} does not divide the {sequence_size} ranks of axis "
+                f"{sequence!r}: expected equal runs inside the sequence group. Use one of {usable}."
             )
         sequence_group = mesh.get_group(sequence)
         first = sequence_group.rank() // expert_size * expert_size
+        expert_ranks = tuple(range(first, first + expert_size))
         return cls(
             sequence_group=sequence_group,
-            expert_group=_expert_group(mesh, sequence, sequence_group, expert_size),
-            expert_ranks=tuple(range(first, first + expert_size)),
+            expert_group=_expert_group(sequence_group, expert_ranks),
+            expert_ranks=expert_ranks,
             cfg_group=LONE_RANK if cfg is None else mesh.get_group(cfg),
         )
+
+
+def usable_group_sizes(number: int, other: int | None = None) -> list[int]:
+    """Sizes that divide a number of ranks or heads, and another if given, in ascending order."""
+    sizes = [size for size in range(1, number + 1) if number % size == 0]
+    return [size for size in sizes if other is None or other % size == 0]
 
 
 def heads_per_rank(num_heads: int, expert_size: int) -> int:
@@ -171,18 +185,16 @@ def _place(group: Group) -> tuple[int, int]:
     return rank_and_world_size(resolve_group(group))
 
 
-def _expert_group(
-    mesh: DeviceMesh, sequence: str, sequence_group: dist.ProcessGroup, expert_size: int
-) -> Group:
-    if expert_size == sequence_group.size():
+def _expert_group(sequence_group: dist.ProcessGroup, expert_ranks: tuple[int, ...]) -> Group:
+    if len(expert_ranks) == sequence_group.size():
         return sequence_group
-    if expert_size == 1:
+    if len(expert_ranks) == 1:
         return LONE_RANK
-    axis = (mesh.mesh_dim_names or ()).index(sequence)
-    own: Group = LONE_RANK
-    # Every rank makes every group, in the same order: that is how torch.distributed makes groups.
-    for run in mesh.mesh.movedim(axis, -1).reshape(-1, expert_size).tolist():
-        group = dist.new_group(run)
-        if dist.get_rank() in run:
-            own = group
+    world_ranks = dist.get_process_group_ranks(sequence_group)
+    # Among its members only: other replicas of the model have meshes of their own and make other
+    # groups, so that no order of all groups exists that all ranks of the world could follow.
+    own = dist.new_group(
+        [world_ranks[rank] for rank in expert_ranks], use_local_synchronization=True
+    )
+    assert isinstance(own, dist.ProcessGroup)
     return own

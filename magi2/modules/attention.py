@@ -18,7 +18,7 @@ from magi2.modules.request import RequestPlan
 from magi2.ops.attention import apply_sinks_torch, packed_attention_torch
 from magi2.ops.rotary import apply_rotary_torch
 from magi2.options import Options, head_shards_by_default
-from magi2.topology import Topology
+from magi2.topology import Topology, usable_group_sizes
 from ulysses_comm import flatten_head_shards, pack_head_shards, pin_head_layout
 
 
@@ -49,7 +49,8 @@ class Attention(nn.Module):
         if config.num_heads % self.world_size or config.num_kv_heads % self.world_size:
             raise ValueError(
                 f"{config.num_heads} query and {config.num_kv_heads} key/value heads do not split "
-                f"over {self.world_size} ranks: expected a sequence group whose size divides both."
+                f"over {self.world_size} ranks: expected a sequence group whose size divides both, "
+                f"one of {usable_group_sizes(config.num_heads, config.num_kv_heads)}."
             )
         by_default = head_shards_by_default(device)
         self.qkv_head_shards, self.output_head_shards = (
