@@ -2,6 +2,7 @@
 
 from ulysses_comm.agreement import RankDisagreementError
 from ulysses_comm.attention import UlyssesAttention
+from ulysses_comm.bootstrap import init_distributed
 from ulysses_comm.exchange import (
     scatter_heads_gather_seqlen,
     scatter_seqlen_gather_head_shards,
@@ -81,6 +82,7 @@ __all__ = [
     "flatten_head_shards",
     "gather_sequence",
     "head_exchange_bytes",
+    "init_distributed",
     "local_kv_heads",
     "pack_head_shards",
     "pin_head_layout",

@@ -10,11 +10,12 @@ from typing import Literal
 
 import torch
 
+from ulysses_comm.hardware import ACCELERATORS
+
 __all__ = ["copy_head_shards", "copy_head_shards_torch", "explain_copy"]
 
 Backend = Literal["auto", "torch", "triton"]
 
-_GPU_TYPES = ("cuda", "musa")
 _WIDENED = (torch.bfloat16, torch.float16)
 
 
@@ -106,8 +107,8 @@ def _triton_obstacle(
     if torch.compiler.is_compiling():
         return "the call is traced by torch.compile, which fuses plain copies"
     device = destinations[0].device
-    if not (device.type in _GPU_TYPES or (explicit and device.type == "cpu" and _interpreted())):
-        return f"the tensors are on {device}, and Triton serves {' and '.join(_GPU_TYPES)}"
+    if not (device.type in ACCELERATORS or (explicit and device.type == "cpu" and _interpreted())):
+        return f"the tensors are on {device}, and Triton serves {' and '.join(ACCELERATORS)}"
     grad = torch.is_grad_enabled()
     for destination, source in zip(destinations, sources, strict=True):
         if source.device != device or destination.device != device:
