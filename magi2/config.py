@@ -7,13 +7,15 @@ default: a checkpoint fixes every value.
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from magi2.checks import parse_json, whole_numbers
 
 NUM_MODALITIES = 3
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -59,6 +61,9 @@ class MoeConfig:
             "modality_intermediate_size",
         ):
             _check_positive(f"moe.{name}", getattr(self, name))
+        _check_number("moe.route_scale", self.route_scale)
+        if not isinstance(self.route_norm, bool):
+            raise ValueError(f"moe.route_norm={self.route_norm!r}: expected true or false.")
         if self.split_merge_size is not None:
             _check_positive("moe.split_merge_size", self.split_merge_size)
         if self.top_k > self.num_experts:
@@ -123,6 +128,8 @@ class Magi2Config:
             "num_streams",
         ):
             _check_positive(name, getattr(self, name))
+        for name in ("intermediate_factor", "attention_softcap", "alpha_init"):
+            _check_number(name, getattr(self, name))
         if self.dtype not in _DTYPES.values():
             raise ValueError(f"dtype={self.dtype}: expected torch.bfloat16 or torch.float32.")
         if self.head_dim % 8:
@@ -133,10 +140,11 @@ class Magi2Config:
         _check_divides("head_dim", self.head_dim, "hidden_size", self.hidden_size)
         _check_divides("num_kv_heads", self.num_kv_heads, "num_heads", self.num_heads)
         _check_divides("moe.num_heads", self.moe.num_heads, "moe width", self.moe_hidden_size)
-        if self.intermediate_size == 0:
+        if self.intermediate_size < 1:
             raise ValueError(
                 f"hidden_size={self.hidden_size} and intermediate_factor="
-                f"{self.intermediate_factor} give a dense MLP of width 0: expected "
+                f"{self.intermediate_factor} give a dense MLP of width {self.intermediate_size}: "
+                "expected "
                 "hidden_size * intermediate_factor * 2 / 3 to be at least 128."
             )
         _check_layers("multimodal_layers", self.multimodal_layers, self.num_layers)
@@ -194,8 +202,8 @@ class Magi2Config:
             ValueError: If the file is no JSON object, or as `from_dict`.
         """
         try:
-            document = json.loads(Path(path).read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
+            document = parse_json(Path(path).read_bytes())
+        except ValueError as error:
             raise ValueError(f"{path} is not JSON: {error}") from error
         if not isinstance(document, dict):
             raise ValueError(f"{path} holds a {type(document).__name__}: expected a JSON object.")
@@ -212,21 +220,23 @@ class Magi2Config:
             ValueError: If a key is missing or unknown, or a value is one that the released model
                 does not have.
         """
-        arch = _Reader("arch_config", document.get("arch_config", document))
+        sections = _Reader("config", document).values
+        arch = _Reader("arch_config", sections.get("arch_config", document))
         moe = _Reader("moe_config", arch.take("moe_config"))
         mhc = _Reader("mhc_config", arch.take("mhc_config"))
         sinks = _Reader("attn_sinks", arch.take("attn_sinks"))
         gating = _Reader("attn_gating", arch.take("attn_gating"))
         for reader in (mhc, sinks, gating):
             reader.expect("enable", True)
-        activations = arch.take("layer_activation_types", {})
-        if any(kind != "swiglu7" for kind in dict(activations).values()):
+        activations = arch.take("layer_activation_types", None) or {}
+        kinds = _Reader("layer_activation_types", activations).values.values()
+        if any(kind != "swiglu7" for kind in kinds):
             raise ValueError(
                 f"layer_activation_types={activations!r}: only 'swiglu7' is part of the model."
             )
         arch.expect("activation_type", "swiglu7")
         dtype = arch.take("params_dtype")
-        if dtype not in _DTYPES:
+        if not isinstance(dtype, str) or dtype not in _DTYPES:
             raise ValueError(f"params_dtype={dtype!r}: expected one of {sorted(_DTYPES)}.")
         derived = {name: arch.take(name, None) for name in ("num_heads_q", "num_heads_kv")}
         config = cls(
@@ -239,13 +249,13 @@ class Magi2Config:
             text_channels=arch.take("text_in_channels"),
             dtype=_DTYPES[dtype],
             intermediate_factor=arch.take("intermediate_factor"),
-            multimodal_layers=tuple(arch.take("mm_layers")),
+            multimodal_layers=whole_numbers("mm_layers", arch.take("mm_layers")),
             attention_softcap=arch.take("attn_softcap"),
             num_sinks=sinks.take("sink_token_num"),
             num_streams=mhc.take("num_stream"),
             alpha_init=mhc.take("alpha_init"),
             moe=MoeConfig(
-                layers=tuple(moe.take("moe_layers")),
+                layers=whole_numbers("moe_layers", moe.take("moe_layers")),
                 num_heads=moe.take("num_heads"),
                 num_experts=moe.take("num_experts"),
                 top_k=moe.take("top_k"),
@@ -346,14 +356,19 @@ def _check_positive(name: str, value: object) -> None:
         raise ValueError(f"{name}={value!r}: expected a positive integer.")
 
 
+def _check_number(name: str, value: object) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise ValueError(f"{name}={value!r}: expected a finite number.")
+
+
 def _check_divides(name: str, divisor: int, of_name: str, value: int) -> None:
     if value % divisor:
         raise ValueError(f"{name}={divisor} does not divide {of_name}={value}: expected it to.")
 
 
 def _check_layers(name: str, layers: Iterable[int], num_layers: int) -> None:
-    given = list(layers)
+    given = whole_numbers(name, layers)
     if len(set(given)) != len(given) or any(not 0 <= layer < num_layers for layer in given):
         raise ValueError(
-            f"{name}={given}: expected distinct layer indices from 0 to {num_layers - 1}."
+            f"{name}={list(given)}: expected distinct layer indices from 0 to {num_layers - 1}."
         )

@@ -43,6 +43,12 @@ class Options:
             raise ValueError(f"route_sum={self.route_sum!r}: expected one of {SUM_ORDERS}.")
         if self.router_bias not in ROUTER_BIASES:
             raise ValueError(f"router_bias={self.router_bias!r}: expected one of {ROUTER_BIASES}.")
+        for name in ("qkv_head_shards", "output_head_shards"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, bool):
+                raise ValueError(
+                    f"{name}={value!r}: expected True, False or None, the device's default."
+                )
 
 
 def head_shards_by_default(device: torch.device | str | None) -> bool:

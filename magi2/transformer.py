@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from magi2.checks import describe
 from magi2.config import Magi2Config
 from magi2.modules.adapters import PostAdapter, PreAdapter
 from magi2.modules.block import Block
@@ -94,6 +95,8 @@ class Magi2Transformer(nn.Module):
         split_sizes: Sequence[int] | None = None,
     ) -> RequestPlan:
         """Work out what stays the same over all steps of a request; arguments as `forward`'s."""
+        device = self.pre_adapter.rope.bands.device
+        _check_device(device, coords=coords, modality=modality)
         check_coords(coords)
         check_modality(modality)
         if modality.shape[0] != coords.shape[0]:
@@ -121,7 +124,9 @@ class Magi2Transformer(nn.Module):
 
     def run(self, x: torch.Tensor, plan: RequestPlan, time_tokens: torch.Tensor) -> torch.Tensor:
         """Velocities of a planned request; arguments as `forward`'s."""
-        self._check_tokens(x, sum(plan.branches.split_sizes), time_tokens)
+        self._check_plan(plan)
+        _check_device(plan.rotary.device, x=x, time_tokens=time_tokens)
+        self._check_tokens(x, plan.branches.seqlen, time_tokens)
         x, time_tokens = (plan.sequence.shard(plan.branches.shard(t)) for t in (x, time_tokens))
         embedded = self.pre_adapter(x, plan.order)
         # Diffusion time enters here and nowhere else: it replaces what was embedded.
@@ -130,11 +135,32 @@ class Magi2Transformer(nn.Module):
         velocities = self.post_adapter(streams, plan.order)
         return plan.branches.gather(plan.sequence.gather(velocities))
 
+    def _check_plan(self, plan: RequestPlan) -> None:
+        topology = self.topology
+        mine = {
+            "branches": (topology.cfg_rank, topology.cfg_size),
+            "sequence": (topology.sequence_rank, topology.sequence_size),
+            "experts": (topology.expert_rank, topology.expert_size),
+        }
+        for name, place in mine.items():
+            dispatcher: SequenceDispatcher = getattr(plan, name)
+            if (dispatcher.rank, dispatcher.world_size) != place:
+                raise ValueError(
+                    f"the plan's {name} is of rank {dispatcher.rank} of {dispatcher.world_size}, "
+                    f"this model is rank {place[0]} of {place[1]}: expected a plan of this model."
+                )
+        if plan.rotary.shape[1] != 6 * self.config.num_rotary_bands:
+            raise ValueError(
+                f"the plan's rotary table has {plan.rotary.shape[1]} columns: expected "
+                f"{6 * self.config.num_rotary_bands}. Plan the request with this model."
+            )
+
     def _check_tokens(self, x: torch.Tensor, num_tokens: int, time_tokens: torch.Tensor) -> None:
         for name, tensor in (("x", x), ("time_tokens", time_tokens)):
-            if tensor.dim() != 2 or tensor.dtype != torch.float32 or tensor.shape[0] != num_tokens:
+            is_matrix = isinstance(tensor, torch.Tensor) and tensor.dim() == 2
+            if not is_matrix or tensor.dtype != torch.float32 or tensor.shape[0] != num_tokens:
                 raise ValueError(
-                    f"{name} is {tuple(tensor.shape)} {tensor.dtype}: expected ({num_tokens}, "
+                    f"{name} is {describe(tensor)}: expected ({num_tokens}, "
                     "channels) float32, one row for each token of cu_seqlens."
                 )
         if x.shape[1] != self.config.input_channels:
@@ -146,4 +172,13 @@ class Magi2Transformer(nn.Module):
             raise ValueError(
                 f"time_tokens has {time_tokens.shape[1]} columns: expected at most "
                 f"{self.config.stream_width}, the embedded width."
+            )
+
+
+def _check_device(device: torch.device, **tensors: object) -> None:
+    for name, tensor in tensors.items():
+        if isinstance(tensor, torch.Tensor) and tensor.device != device:
+            raise ValueError(
+                f"{name} is on {tensor.device}: expected {device}, where the request's other "
+                "tensors and the model are. Move it there."
             )

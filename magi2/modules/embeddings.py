@@ -7,6 +7,7 @@ import math
 import torch
 from torch import nn
 
+from magi2.checks import describe
 from magi2.ops.rotary import axis_scales, rotary_bands, rotary_table
 
 NUM_COORDINATES = 9
@@ -38,9 +39,10 @@ def check_coords(coords: torch.Tensor) -> None:
         ValueError: If they are not (tokens, 9) float32, or a grid of one element has a reference
             of another size, or a value is not finite.
     """
-    if coords.dim() != 2 or coords.shape[1] != NUM_COORDINATES or coords.dtype != torch.float32:
+    is_matrix = isinstance(coords, torch.Tensor) and coords.dim() == 2
+    if not is_matrix or coords.shape[1] != NUM_COORDINATES or coords.dtype != torch.float32:
         raise ValueError(
-            f"coords is {tuple(coords.shape)} {coords.dtype}: expected (tokens, 9) float32 with "
+            f"coords is {describe(coords)}: expected (tokens, 9) float32 with "
             "columns t, h, w, T, H, W, refT, refH, refW."
         )
     wrong = ~(coords.isfinite().all(dim=1) & axis_scales(coords).isfinite().all(dim=1))

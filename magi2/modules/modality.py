@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from magi2.checks import describe, whole_numbers
 from magi2.config import NUM_MODALITIES
 from magi2.ops.token_permute import inverse_permutation
 
@@ -20,11 +21,38 @@ class ModalityOrder:
         permutation: (tokens,) int64, `x[permutation]` is in modality order; stable inside a group.
         inverse: (tokens,) int64, back to packed order.
         group_sizes: Tokens of each modality.
+
+    Raises:
+        ValueError: If permutation and inverse are not that, or the sizes do not add up to them.
+            One look at the device, once a request.
     """
 
     permutation: torch.Tensor
     inverse: torch.Tensor
     group_sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        sizes = whole_numbers("group_sizes", self.group_sizes)
+        if len(sizes) != NUM_MODALITIES or any(size < 0 for size in sizes):
+            raise ValueError(
+                f"group_sizes={list(sizes)}: expected {NUM_MODALITIES} of zero or more, the tokens "
+                "of video, audio and text."
+            )
+        for name in ("permutation", "inverse"):
+            mapping = getattr(self, name)
+            if mapping.dtype != torch.int64 or mapping.shape != (sum(sizes),):
+                raise ValueError(
+                    f"{name} is {describe(mapping)}: expected ({sum(sizes)},) torch.int64, one row "
+                    f"number for each token of group_sizes={list(sizes)}."
+                )
+        # Sorted rather than used as indices: on a GPU a wrong index would end the process.
+        numbers, back = self.permutation.sort()
+        rows = torch.arange(sum(sizes), device=numbers.device)
+        if not bool(((numbers == rows) & (back == self.inverse)).all()):
+            raise ValueError(
+                "permutation and inverse are not a permutation of the tokens and its inverse: "
+                "expected each row number once, and x[permutation][inverse] to be x."
+            )
 
     @classmethod
     def from_modality(cls, modality: torch.Tensor) -> ModalityOrder:
@@ -65,10 +93,10 @@ def check_modality(modality: torch.Tensor) -> None:
     Raises:
         ValueError: As said.
     """
-    if modality.dim() != 1 or modality.dtype not in (torch.int32, torch.int64):
+    is_vector = isinstance(modality, torch.Tensor) and modality.dim() == 1
+    if not is_vector or modality.dtype not in (torch.int32, torch.int64):
         raise ValueError(
-            f"modality is {tuple(modality.shape)} {modality.dtype}: expected one int32 or int64 id "
-            "for each token."
+            f"modality is {describe(modality)}: expected one int32 or int64 id for each token."
         )
     wrong = (modality < VIDEO) | (modality > TIME)
     if bool(wrong.any()):

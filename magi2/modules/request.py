@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import torch
 
+from magi2.checks import describe, whole_numbers
 from magi2.modules.modality import ModalityOrder
 from magi2.modules.sequence import SequenceDispatcher
 
@@ -23,6 +24,9 @@ class RequestPlan:
         branches: The request's split over the groups that run branches of guidance.
         sequence: The split of a branch's tokens over the sequence group.
         experts: The same split over the ranks that share the experts with this one.
+
+    Raises:
+        ValueError: If these contradict each other.
     """
 
     order: ModalityOrder
@@ -31,6 +35,27 @@ class RequestPlan:
     branches: SequenceDispatcher
     sequence: SequenceDispatcher
     experts: SequenceDispatcher
+
+    def __post_init__(self) -> None:
+        rows = self.order.permutation.shape[0]
+        for name in ("sequence", "experts"):
+            dispatcher: SequenceDispatcher = getattr(self, name)
+            if dispatcher.seqlen_local != rows:
+                raise ValueError(
+                    f"{name} gives this rank {dispatcher.seqlen_local} tokens and order {rows}: "
+                    "expected the same."
+                )
+        if self.branches.seqlen_local != self.sequence.seqlen:
+            raise ValueError(
+                f"branches gives this branch {self.branches.seqlen_local} tokens and sequence "
+                f"{self.sequence.seqlen}: expected the same."
+            )
+        check_cu_seqlens(self.cu_seqlens, self.sequence.seqlen)
+        if self.rotary.dim() != 2 or self.rotary.shape[0] != rows or self.rotary.shape[1] % 2:
+            raise ValueError(
+                f"rotary is {describe(self.rotary)}: expected ({rows}, 6 * bands), one row for "
+                "each token of this rank."
+            )
 
 
 def check_cu_seqlens(cu_seqlens: torch.Tensor | Sequence[int], num_tokens: int) -> tuple[int, ...]:
@@ -44,21 +69,21 @@ def check_cu_seqlens(cu_seqlens: torch.Tensor | Sequence[int], num_tokens: int) 
         ValueError: If they do not rise from 0 to num_tokens.
     """
     if isinstance(cu_seqlens, torch.Tensor):
-        if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        integers = cu_seqlens.dtype in (torch.int32, torch.int64)
+        if cu_seqlens.dim() != 1 or not integers or cu_seqlens.is_meta:
             raise ValueError(
-                f"cu_seqlens is {tuple(cu_seqlens.shape)} {cu_seqlens.dtype}: expected a vector of "
-                "int32 or int64."
+                f"cu_seqlens is {describe(cu_seqlens)} on {cu_seqlens.device}: expected a vector "
+                "of int32 or int64 that holds data."
             )
-        ends = [int(end) for end in cu_seqlens.tolist()]
-    else:
-        ends = [int(end) for end in cu_seqlens]
+        cu_seqlens = cu_seqlens.tolist()
+    ends = whole_numbers("cu_seqlens", cu_seqlens)
     rising = all(before <= after for before, after in pairwise(ends))
     if len(ends) < 2 or ends[0] != 0 or ends[-1] != num_tokens or not rising:
         raise ValueError(
-            f"cu_seqlens={ends} does not cover the tokens: expected numbers that start at 0, never "
-            f"fall, and end at {num_tokens}, the tokens of the packed input."
+            f"cu_seqlens={list(ends)} does not cover the tokens: expected numbers that start at "
+            f"0, never fall, and end at {num_tokens}, the tokens of the packed input."
         )
-    return tuple(ends)
+    return ends
 
 
 def branch_ends(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from magi2.checks import whole_numbers
 from ulysses_comm import (
     LONE_RANK,
     Group,
@@ -34,9 +35,8 @@ class SequenceDispatcher:
     split_sizes: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        sizes = self.split_sizes
-        wrong = [s for s in sizes if not isinstance(s, int) or isinstance(s, bool) or s < 0]
-        if len(sizes) != self.world_size or wrong:
+        sizes = whole_numbers("split_sizes", self.split_sizes)
+        if len(sizes) != self.world_size or any(size < 0 for size in sizes):
             raise ValueError(
                 f"split_sizes={list(sizes)}: expected {self.world_size} integers of zero or more, "
                 "the tokens of each rank of the group."
@@ -54,10 +54,10 @@ class SequenceDispatcher:
         if split_sizes is None:
             world_size = rank_and_world_size(resolve_group(group))[1]
             split_sizes = balanced_split_sizes(seqlen, world_size)
-        dispatcher = cls(group=group, split_sizes=tuple(split_sizes))
-        if sum(dispatcher.split_sizes) != seqlen:
+        dispatcher = cls(group=group, split_sizes=whole_numbers("split_sizes", split_sizes))
+        if dispatcher.seqlen != seqlen:
             raise ValueError(
-                f"split_sizes={list(split_sizes)} add up to {sum(dispatcher.split_sizes)}: "
+                f"split_sizes={list(dispatcher.split_sizes)} add up to {dispatcher.seqlen}: "
                 f"expected {seqlen}, the tokens of the request."
             )
         return dispatcher
@@ -72,10 +72,20 @@ class SequenceDispatcher:
         """Ranks of the group."""
         return rank_and_world_size(resolve_group(self.group))[1]
 
+    @property
+    def seqlen(self) -> int:
+        """Tokens of all ranks."""
+        return sum(self.split_sizes)
+
+    @property
+    def seqlen_local(self) -> int:
+        """Tokens of this rank."""
+        return self.split_sizes[self.rank]
+
     def shard(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's rows of a tensor that every rank holds whole; a view, nothing is sent."""
         start = sum(self.split_sizes[: self.rank])
-        return x[start : start + self.split_sizes[self.rank]]
+        return x[start : start + self.seqlen_local]
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """All ranks' rows of (seqlen_local, columns), on every rank: (seqlen, columns).

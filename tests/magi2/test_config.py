@@ -70,6 +70,20 @@ def test_golden_checkpoint_configuration_loads():
         (lambda a: a["moe_config"].update(moe_layers=[1, 4]), "moe.layers=.1, 4."),
         (lambda a: a.update(mm_layers=[0, 0]), "multimodal_layers=.0, 0."),
         (lambda a: a.update(intermediate_factor=0.5), "dense MLP of width 0"),
+        (lambda a: a.update(intermediate_factor=-4), "dense MLP of width -768"),
+        (lambda a: a.update(intermediate_factor="4"), "intermediate_factor='4'"),
+        (lambda a: a.update(intermediate_factor=float("inf")), "intermediate_factor=inf"),
+        (lambda a: a.update(attn_softcap=None), "attention_softcap=None: expected a finite number"),
+        (lambda a: a.update(attn_softcap="-1"), "attention_softcap='-1'"),
+        (lambda a: a["mhc_config"].update(alpha_init=True), "alpha_init=True"),
+        (lambda a: a["moe_config"].update(route_scale=float("nan")), "route_scale=nan"),
+        (lambda a: a["moe_config"].update(route_norm="false"), "route_norm='false'"),
+        (lambda a: a.update(mm_layers=3), "mm_layers is of type int"),
+        (lambda a: a.update(mm_layers="03"), "mm_layers is of type str"),
+        (lambda a: a.update(mm_layers=[0.0]), "holds 0.0"),
+        (lambda a: a["moe_config"].update(moe_layers=[True]), "holds True"),
+        (lambda a: a.update(layer_activation_types=["gelu"]), "layer_activation_types is"),
+        (lambda a: a.update(params_dtype=["bfloat16"]), "params_dtype=.'bfloat16'."),
     ],
 )
 def test_refuses_what_the_model_is_not(change, message):
@@ -77,6 +91,18 @@ def test_refuses_what_the_model_is_not(change, message):
     change(document["arch_config"])
     with pytest.raises(ValueError, match=message):
         Magi2Config.from_dict(document)
+
+
+def test_refuses_a_document_that_is_no_object():
+    with pytest.raises(ValueError, match=r"config is \[1\]: expected a JSON object"):
+        Magi2Config.from_dict([1])
+
+
+def test_refuses_a_key_that_is_stated_twice(tmp_path):
+    text = json.dumps(presets.tiny().to_dict()).replace('"top_k": 2', '"top_k": 2, "top_k": 3')
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match="the key 'top_k' is stated twice"):
+        Magi2Config.from_file(tmp_path / "config.json")
 
 
 def test_refuses_a_file_that_is_no_object(tmp_path):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 from magi2 import presets
 from magi2.initialise import initialise
 from magi2.modules.modality import ModalityOrder
+from magi2.modules.sequence import SequenceDispatcher
 from magi2.options import Options, head_shards_by_default
 from magi2.transformer import Magi2Transformer
 from tests.magi2.packed import packed_pair
@@ -152,6 +155,13 @@ def test_refuses_unknown_options(changes):
         Options(**changes)
 
 
+@pytest.mark.parametrize("name", ["qkv_head_shards", "output_head_shards"])
+@pytest.mark.parametrize("value", ["auto", 1])
+def test_refuses_a_layout_switch_that_is_no_switch(name, value):
+    with pytest.raises(ValueError, match=f"{name}=.*expected True, False or None"):
+        Options(**{name: value})
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda", "meta", None])
 def test_head_shards_are_the_default_where_they_are_known_to_be_read_well(device):
     assert head_shards_by_default(device)
@@ -206,13 +216,38 @@ BAD_INPUT = {
     "ends that start late": (lambda p: {"cu_seqlens": p.cu_seqlens[1:]}, "start at 0"),
     "ends that fall": (lambda p: {"cu_seqlens": [0, 50, 40, 75]}, "never fall"),
     "no ends": (lambda p: {"cu_seqlens": []}, "does not cover"),
+    "ends that are no whole numbers": (
+        lambda p: {"cu_seqlens": [0, 40.5, 75]},
+        "cu_seqlens=.* holds 40.5: expected a series of integers",
+    ),
+    "ends that are truth values": (lambda p: {"cu_seqlens": [False, 75]}, "holds False"),
+    "ends that are one number": (lambda p: {"cu_seqlens": 75}, "of type int"),
+    "ends without data": (lambda p: {"cu_seqlens": p.cu_seqlens.to("meta")}, "on meta"),
+    "x on another device": (lambda p: {"x": p.x.to("meta")}, "x is on meta: expected cpu"),
+    "time on another device": (
+        lambda p: {"time_tokens": p.time_tokens.to("meta")},
+        "time_tokens is on meta: expected cpu",
+    ),
+    "coords on another device": (lambda p: {"coords": p.coords.to("meta")}, "coords is on meta"),
+    "modality on another device": (
+        lambda p: {"modality": p.modality.to("meta")},
+        "modality is on meta",
+    ),
+    "x that is no tensor": (lambda p: {"x": p.x.tolist()}, "x is of type list"),
+    "coords that are no tensor": (lambda p: {"coords": None}, "coords is of type NoneType"),
+    "modality that is no tensor": (
+        lambda p: {"modality": p.modality.tolist()},
+        "modality is of type list",
+    ),
+    "splits that are one number": (lambda p: {"split_sizes": 75}, "of type int"),
+    "splits that are text": (lambda p: {"split_sizes": "75"}, "of type str"),
     "ends of another dtype": (lambda p: {"cu_seqlens": p.cu_seqlens.float()}, "cu_seqlens is"),
     "ends of another rank": (lambda p: {"cu_seqlens": p.cu_seqlens[None]}, "cu_seqlens is"),
     "too many splits": (lambda p: {"split_sizes": [75, 0]}, "expected 1 integers"),
     "no splits": (lambda p: {"split_sizes": []}, "expected 1 integers"),
     "splits that do not add up": (lambda p: {"split_sizes": [74]}, "add up to 74"),
     "a negative split": (lambda p: {"split_sizes": [-75]}, "zero or more"),
-    "a split that is no integer": (lambda p: {"split_sizes": [75.0]}, "zero or more"),
+    "a split that is no integer": (lambda p: {"split_sizes": [75.0]}, "holds 75.0"),
 }
 
 
@@ -222,6 +257,70 @@ def test_refuses_bad_input(model, packed, case):
     arguments = {**vars(packed), **change(packed)}
     with pytest.raises(ValueError, match=message), torch.no_grad():
         model(**arguments)
+
+
+def test_sizes_may_be_numbers_of_numpy_or_torch(model, packed):
+    with torch.no_grad():
+        expected = model(*packed)
+        packed.cu_seqlens = packed.cu_seqlens.numpy()
+        assert torch.equal(model(*packed, split_sizes=torch.tensor([75])), expected)
+        assert torch.equal(model(*packed, split_sizes=[packed.cu_seqlens[-1]]), expected)
+
+
+ORDER = {
+    "permutation": torch.tensor([1, 2, 0]),
+    "inverse": torch.tensor([2, 0, 1]),
+    "group_sizes": (1, 1, 1),
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"permutation": torch.tensor([1, 1, 0])}, "not a permutation"),
+        ({"permutation": torch.tensor([1, 2, 3])}, "not a permutation"),
+        ({"permutation": torch.tensor([1, 2, -3])}, "not a permutation"),
+        ({"inverse": torch.tensor([1, 2, 0])}, "not a permutation"),
+        ({"permutation": torch.tensor([1, 2, 0, 3])}, r"permutation is \(4,\)"),
+        ({"inverse": torch.tensor([2, 0, 1]).int()}, r"inverse is \(3,\) torch.int32"),
+        ({"group_sizes": (1, 1, 2)}, r"expected \(4,\)"),
+        ({"group_sizes": (1, 3, -1)}, "zero or more"),
+        ({"group_sizes": (1, 2)}, "expected 3 of zero or more"),
+        ({"group_sizes": (1.0, 1, 1)}, "holds 1.0"),
+    ],
+)
+def test_refuses_a_mapping_that_is_none(change, message):
+    ModalityOrder(**ORDER)
+    with pytest.raises(ValueError, match=message):
+        ModalityOrder(**{**ORDER, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sequence": (74,)}, "sequence gives this rank 74 tokens and order 75"),
+        ({"experts": (76,)}, "experts gives this rank 76 tokens"),
+        ({"branches": (74,)}, "branches gives this branch 74 tokens"),
+        ({"cu_seqlens": (0, 74)}, "does not cover"),
+        ({"cu_seqlens": (0, 80, 75)}, "never fall"),
+        ({"rotary": torch.zeros(74, 12)}, "rotary is"),
+        ({"rotary": torch.zeros(75, 11)}, "rotary is"),
+    ],
+)
+def test_refuses_a_plan_that_contradicts_itself(model, packed, change, message):
+    plan = model.plan(packed.coords, packed.modality, packed.cu_seqlens)
+    ((name, value),) = change.items()
+    if name in ("sequence", "experts", "branches"):
+        value = SequenceDispatcher(split_sizes=value)
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(plan, **{name: value})
+
+
+def test_refuses_the_plan_of_another_model(model, packed):
+    other = Magi2Transformer(presets.tiny(torch.float32))
+    plan = other.plan(packed.coords, packed.modality, packed.cu_seqlens)
+    with pytest.raises(ValueError, match="rotary table has 24 columns: expected 12"):
+        model.run(packed.x, plan, packed.time_tokens)
 
 
 def test_no_tokens_give_no_velocities(model):
