@@ -23,9 +23,17 @@ def code_blocks(document: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
 
 
-def test_readme_snippet_is_short() -> None:
-    (snippet,) = code_blocks("README.md", "python")
-    assert len(snippet.splitlines()) < 20
+def test_readme_snippets_are_short() -> None:
+    snippets = code_blocks("README.md", "python")
+    assert len(snippets) == 2
+    assert all(len(snippet.splitlines()) < 22 for snippet in snippets)
+
+
+def test_a_transformers_model_takes_under_ten_lines() -> None:
+    """What a user adds to a training step: the body of the function in the second snippet."""
+    snippet = code_blocks("README.md", "python")[1]
+    (function,) = [n for n in ast.parse(snippet).body if isinstance(n, ast.FunctionDef)]
+    assert len(function.body) < 10
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

@@ -281,6 +281,35 @@ def test_closing_gives_the_model_its_attention_back() -> None:
     simulate(2, step)
 
 
+def test_models_may_share_a_configuration() -> None:
+    config = transformers.LlamaConfig(**SMALL)
+
+    def step(group: dist.ProcessGroup) -> torch.Tensor:
+        torch.manual_seed(0)
+        own = transformers.LlamaForCausalLM(config).eval()
+        with parallelize(own, group) as sequence, torch.no_grad():
+            return sequence.gather(own(**sequence.shard(input_ids=tokens())).logits)
+
+    one, *others = simulate(3, step).results
+    assert all(torch.equal(one, other) for other in others)
+    assert config._attn_implementation == "sdpa"
+    assert config.use_cache
+
+
+def test_a_model_that_attends_by_other_means_is_noticed() -> None:
+    model, ids = MODELS["Llama"](), tokens()
+
+    def step(group: dist.ProcessGroup) -> None:
+        own = copy.deepcopy(model)
+        sequence = parallelize(own, group)
+        for layer in own.model.layers:
+            layer.self_attn.config = model.config
+        with pytest.raises(RuntimeError, match="has run without an exchange"):
+            own(**sequence.shard(input_ids=ids))
+
+    simulate(2, step)
+
+
 def test_refuses_what_it_cannot_shard() -> None:
     model, ids = MODELS["Llama"](), tokens()
 

@@ -10,6 +10,7 @@ attention and mask functions get an entry for this model.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import uuid
 from collections.abc import Mapping, Sequence
@@ -120,42 +121,43 @@ class SequenceParallel:
             validate=validate,
         )
         self._request: Request | None = None
-        self._before: tuple[str, bool | None] | None = None
+        self._calls = 0
+        # What close() undoes: (module, attribute, the configuration that it had), and a hook.
+        self._before: list[tuple[torch.nn.Module, str, Any]] = []
+        self._hook: Any = None
 
     def open(self) -> None:
         """Register the attention and switch the model to it."""
         from transformers import AttentionInterface, AttentionMaskInterface
 
-        if self._before is not None:
+        if self._hook is not None:
             return
         self._check_model()
-        config = self.model.config
         AttentionInterface.register(self.name, self._attend)
         AttentionMaskInterface.register(self.name, self._make_mask)
-        before = (config._attn_implementation, getattr(config, "use_cache", None))
+        self._take_own_config()
+        config = self.model.config
         self.model.set_attn_implementation(self.name)
         if config._attn_implementation != self.name:
-            self._unregister()
+            kept = config._attn_implementation
+            self._restore()
             raise ValueError(
-                f"{type(self.model).__name__} keeps attn_implementation="
-                f"{config._attn_implementation!r}: expected a model that takes any registered "
-                "attention. Use UlyssesAttention inside its attention layer instead."
+                f"{type(self.model).__name__} keeps attn_implementation={kept!r}: expected a model "
+                "that takes any registered attention. Use UlyssesAttention inside its attention "
+                "layer instead."
             )
-        if before[1] is not None:
+        if getattr(config, "use_cache", None):
             # A cache would hold this rank's tokens only, of all heads.
             config.use_cache = False
-        self._before = before
+        self._hook = self.model.register_forward_hook(self._check_exchanged)
 
     def close(self) -> None:
         """Give the model its attention back."""
-        if self._before is None:
+        if self._hook is None:
             return
-        implementation, use_cache = self._before
-        self.model.set_attn_implementation(implementation)
-        if use_cache is not None:
-            self.model.config.use_cache = use_cache
-        self._before = self._request = None
-        self._unregister()
+        self._hook.remove()
+        self._hook = self._request = None
+        self._restore()
 
     def __enter__(self) -> SequenceParallel:
         self.open()
@@ -256,6 +258,7 @@ class SequenceParallel:
     ) -> tuple[torch.Tensor, None]:
         """Serve as transformers' attention: (batch, heads, rows, channels) each."""
         request = self._current
+        self._calls += 1
         own = request.split_sizes[rank_and_world_size(resolve_group(self.group))[0]]
         rows = max(own, 1)
         if query.shape[2] != rows or key.shape[2] != rows:
@@ -366,8 +369,32 @@ class SequenceParallel:
                 "middle. Use UlyssesAttention inside its attention layer instead."
             )
 
-    def _unregister(self) -> None:
+    def _take_own_config(self) -> None:
+        """Give the model a copy of its configuration, which other models may share."""
+        import transformers
+
+        copied: dict[int, Any] = {}
+        copy.deepcopy(self.model.config, copied)
+        for module in self.model.modules():
+            for name, value in list(vars(module).items()):
+                if isinstance(value, transformers.PreTrainedConfig) and id(value) in copied:
+                    self._before.append((module, name, value))
+                    setattr(module, name, copied[id(value)])
+
+    def _restore(self) -> None:
         from transformers import AttentionInterface, AttentionMaskInterface
 
+        for module, name, config in self._before:
+            setattr(module, name, config)
+        self._before = []
         for registry in (AttentionInterface, AttentionMaskInterface):
             registry._global_mapping.pop(self.name, None)
+
+    def _check_exchanged(self, *_: Any) -> None:
+        """Notice layers that attend by other means: ranks would see their own tokens only."""
+        if self._calls == 0:
+            raise RuntimeError(
+                f"{type(self.model).__name__} has run without an exchange: its attention layers do "
+                "not look attention up in its configuration. Use UlyssesAttention inside them."
+            )
+        self._calls = 0
