@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-DEFAULT_TIMEOUT = timedelta(seconds=30)
+DEFAULT_TIMEOUT = timedelta(seconds=10)
 """How long `validate=True` waits for the other ranks."""
 
 ENVIRONMENT_SWITCH = "ULYSSES_COMM_VALIDATE"
