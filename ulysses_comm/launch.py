@@ -20,6 +20,7 @@ from ulysses_comm.checks import (
 from ulysses_comm.collective import is_tracked
 from ulysses_comm.group import Group, rank_and_world_size, resolve_group
 from ulysses_comm.head_split import HeadSplit
+from ulysses_comm.layout import shares_memory
 from ulysses_comm.pending import Pending
 from ulysses_comm.traced import scatter_heads_traced, scatter_seqlen_traced
 from ulysses_comm.transfer import (
@@ -52,12 +53,18 @@ def launch_scatter_heads(
     rank, world_size = rank_and_world_size(process_group)
 
     def check() -> HeadScatter:
+        _check_memory(workspace, None if out is None else [out])
         checked = check_head_scatter(
             tensors, split_sizes, rank, world_size, head_splits=head_splits, keep_dtypes=keep_dtypes
         )
         if checked.wire is not None:
             shape = (sum(checked.split_sizes), *checked.wire.row_shape(rank))
             check_out(out, shape, checked.wire.dtype, checked.inputs)
+            # Rows of several dtypes are seen as each of them.
+            alignment = (
+                1 if checked.wire.is_uniform else max(d.itemsize for d in checked.wire.dtypes)
+            )
+            _check_places([] if out is None else [out], alignment)
         return checked
 
     checked = agree(check, process_group, validate)
@@ -72,6 +79,7 @@ def launch_scatter_heads(
     if torch.compiler.is_compiling():
         return Pending.of(scatter_heads_traced(inputs, wire, route))
     record_copy(process_group, checked.copied_bytes, after=False)
+    _note_write(out)
     return _start_heads(inputs, wire, route, Buffers(workspace, receive=out), async_op)
 
 
@@ -129,6 +137,7 @@ def launch_scatter_seqlen_each(
     rank, world_size = rank_and_world_size(process_group)
 
     def check() -> SeqlenScatter:
+        _check_memory(workspace, out)
         checked = check_seqlen_scatter(
             tensors,
             split_sizes,
@@ -140,6 +149,7 @@ def launch_scatter_seqlen_each(
         )
         if out is not None:
             check_results(out, checked, rank, as_shards=as_shards)
+            _check_places(out)
         return checked
 
     checked = agree(check, process_group, validate)
@@ -156,6 +166,7 @@ def launch_scatter_seqlen_each(
     if torch.compiler.is_compiling():
         return Pending.of(scatter_seqlen_traced(inputs, wire, route, shards))
     if as_shards and out is not None:
+        _note_write(out[0])
         buffers = Buffers(workspace, receive=out[0])
     else:
         buffers = Buffers(workspace, results=out if results is None else results)
@@ -180,7 +191,7 @@ def _start_heads(
         return finish_scatter_heads(transfer)
 
     def finish_tracked() -> list[torch.Tensor]:
-        with torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad():  # as when it was started
             return track_scatter_heads(finish, wire, route, buffers.workspace, inputs)
 
     return Pending(finish_tracked if tracked else finish)
@@ -202,10 +213,76 @@ def _start_seqlen(
         return finish_scatter_seqlen(transfer, as_shards)
 
     def finish_tracked() -> list[torch.Tensor]:
-        with torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad():  # as when it was started
             return track_scatter_seqlen(finish, wire, route, buffers.workspace, inputs)
 
     return Pending(finish_tracked if tracked else finish)
+
+
+def _check_memory(workspace: object, out: object) -> None:
+    """Check what is used only once other ranks may have started to send.
+
+    Raises:
+        ValueError: If workspace is no `Workspace`, or out holds something that is no tensor.
+    """
+    if not (workspace is None or isinstance(workspace, Workspace)):
+        raise ValueError(
+            f"workspace is a {type(workspace).__name__}: expected a ulysses_comm.Workspace(), or "
+            "None for fresh buffers."
+        )
+    if out is None:
+        return
+    if not isinstance(out, (list, tuple)):
+        raise ValueError(
+            f"out is a {type(out).__name__}: expected a list of tensors, one for each input."
+        )
+    for place in out:
+        if not isinstance(place, torch.Tensor):
+            raise ValueError(f"out has a {type(place).__name__}: expected a torch.Tensor.")
+
+
+def _check_places(out: Sequence[torch.Tensor], alignment: int = 1) -> None:
+    """Check that results can be written and read where the caller wants them.
+
+    Raises:
+        ValueError: If two of them overlap, if one is not what its memory says (a lazy conjugate or
+            negation), or if a buffer of bytes is not aligned to the elements that it receives.
+    """
+    for index, place in enumerate(out):
+        if place.is_conj() or place.is_neg():
+            raise ValueError(
+                "out is the view of a tensor that is conjugated or negated when it is read: "
+                "expected one that is written as it lies. Pass the tensor itself."
+            )
+        offset = place.storage_offset() * place.element_size()
+        if offset % alignment:
+            raise ValueError(
+                f"out begins at byte {offset} of its storage: expected a multiple of {alignment}, "
+                f"since it receives elements of {alignment} bytes."
+            )
+        if any(_overlap(place, other) for other in out[:index]):
+            raise ValueError(
+                f"out[{index}] lies in the memory of another result: expected memory of its own "
+                "for each."
+            )
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two contiguous tensors have an element in common."""
+    if not shares_memory(one, other):
+        return False
+    spans = [(t.storage_offset() * t.element_size(), t.nbytes) for t in (one, other)]
+    (first, size), (second, other_size) = spans
+    return first < second + other_size and second < first + size
+
+
+def _note_write(out: torch.Tensor | None) -> None:
+    """Tell autograd that a buffer is overwritten, which a collective does not do by itself.
+
+    Without this a graph that has saved its old content would compute gradients from the new one.
+    """
+    if out is not None and not out.is_inference():
+        torch.autograd.graph.increment_version(out)
 
 
 def _copied(tensors: Sequence[torch.Tensor], places: Sequence[torch.Tensor]) -> list[torch.Tensor]:
