@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from magi2.checkpoint.shard_file import ShardFile
+from magi2.checks import parse_json
 
 INDEX_NAME = "model.safetensors.index.json"
 _MAX_NAMES = 20
@@ -44,11 +45,19 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
             files[file_name] = ShardFile(folder / file_name)
         except ValueError as error:
             faults.append(str(error))
-    where = {name: file for file, shard in files.items() for name in shard.tensors}
     lost = [n for n, file in weight_map.items() if file in files and n not in files[file].tensors]
-    unlisted = [name for name, file in where.items() if weight_map.get(name) != file]
+    unlisted = [
+        f"{name} ({file})"
+        for file, shard in files.items()
+        for name in shard.tensors
+        if weight_map.get(name) != file
+    ]
     faults += list_names("in the index, but not in the shard it names", lost)
     faults += list_names("in a shard, but not so in the index", unlisted)
+    faults += list_names(
+        "shards in the folder that the index does not name",
+        sorted({path.name for path in folder.glob("*.safetensors")} - set(weight_map.values())),
+    )
     stored = sum(s.num_bytes for shard in files.values() for s in shard.tensors.values())
     if not faults and total_size is not None and total_size != stored:
         faults.append(f"the index states {total_size} bytes, the shards hold {stored}")
@@ -81,13 +90,26 @@ def raise_faults(folder: Path, faults: list[str]) -> None:
 
 def _read_index(path: Path) -> tuple[dict[str, str], int | None]:
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-        weight_map = {str(name): str(file) for name, file in document["weight_map"].items()}
+        document = parse_json(path.read_bytes())
+        weight_map = dict(document["weight_map"].items())
         total_size = document.get("metadata", {}).get("total_size")
+        if total_size is not None and not math.isfinite(total_size):
+            raise ValueError(f"total_size is {total_size}")
     except OSError as error:
         raise ValueError(
             f"{path} cannot be read: {error.strerror}. Expected the index of a sharded checkpoint."
         ) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is no checkpoint index: {error!r}.") from error
+    # A name with a folder in it could point anywhere on this machine.
+    wrong = [
+        f"{name} in {file!r}"
+        for name, file in weight_map.items()
+        if not isinstance(file, str) or Path(file).name != file
+    ]
+    if wrong:
+        raise ValueError(
+            f"{path} names files outside its folder: {', '.join(wrong[:_MAX_NAMES])}. Expected the "
+            "name of a file beside the index."
+        )
     return weight_map, None if total_size is None else int(total_size)

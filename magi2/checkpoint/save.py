@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from magi2.checkpoint.index import INDEX_NAME
-from magi2.checkpoint.shard_file import write_shard
+from magi2.checkpoint.shard_file import check_storable, write_shard
 from magi2.checkpoint.slices import full_shape, is_sharded
 from magi2.config import Magi2Config
 from magi2.transformer import Magi2Transformer
@@ -19,6 +19,7 @@ from ulysses_comm.group import resolve_group
 
 CONFIG_NAME = "config.json"
 DEFAULT_SHARD_BYTES = 4 << 30
+_PARTIAL = ".partial"
 
 
 def save_checkpoint(
@@ -36,10 +37,13 @@ def save_checkpoint(
         max_shard_bytes: A shard is closed before it grows past this; a larger tensor gets its own.
 
     Raises:
-        ValueError: If the folder holds a checkpoint, or max_shard_bytes is not positive.
+        ValueError: If the folder holds shards or an index or is a file, max_shard_bytes is not
+            positive, or a tensor has no data or a type that the format does not know.
+        OSError: If the folder cannot be written.
     """
     sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in state_dict.items()}
     folder = _check_target(folder, max_shard_bytes)
+    check_storable(state_dict)
     _write(folder, config, sizes, max_shard_bytes, state_dict.__getitem__)
 
 
@@ -57,13 +61,18 @@ def save_model(
         max_shard_bytes: As in `save_checkpoint`. One such shard is held in memory at a time.
 
     Raises:
-        ValueError: As `save_checkpoint`, on every rank that takes part.
+        ValueError: As `save_checkpoint`, on every rank that takes part, before anything is sent.
+        OSError: On the rank that writes, if it cannot; the others have then sent their rows and
+            returned, and the folder holds no index.
     """
     topology, moe = model.topology, model.config.moe
     if topology.cfg_rank or 0 not in topology.expert_ranks:
         return
-    folder = _check_target(folder, max_shard_bytes)
     state, sizes = model.state_dict(), {}
+    if topology.sequence_rank and not any(map(is_sharded, state)):
+        return
+    folder = _check_target(folder, max_shard_bytes)
+    check_storable(state)
     for name, tensor in state.items():
         shape = full_shape(name, tuple(tensor.shape), moe.num_heads, moe.num_experts)
         sizes[name] = torch.Size(shape).numel() * tensor.element_size()
@@ -101,8 +110,12 @@ def _check_target(folder: str | Path, max_shard_bytes: int) -> Path:
     folder = Path(folder)
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes={max_shard_bytes}: expected a positive number.")
-    if (folder / INDEX_NAME).exists():
-        raise ValueError(f"{folder} already holds a checkpoint: choose another folder.")
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file: expected a folder, or a name for a new one.")
+    if (folder / INDEX_NAME).exists() or any(folder.glob("*.safetensors")):
+        raise ValueError(
+            f"{folder} already holds a checkpoint, or shards of one: choose another folder."
+        )
     return folder
 
 
@@ -113,14 +126,28 @@ def _write(
     max_shard_bytes: int,
     fetch: Callable[[str], torch.Tensor],
 ) -> None:
-    """Fetch tensors by name, in the order of sizes, and write them shard by shard."""
-    folder.mkdir(parents=True, exist_ok=True)
-    shards = _divide(sizes, max_shard_bytes)
+    """Fetch tensors by name, in the order of sizes, and write them shard by shard.
+
+    Fetching may need other ranks: after an error of the disk it goes on to the end, so that they
+    are not left waiting, and then raises.
+    """
+    shards, fault = _divide(sizes, max_shard_bytes), None
     weight_map = {}
     for number, names in enumerate(shards, start=1):
         file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        write_shard(folder / file_name, [(name, fetch(name)) for name in names])
         weight_map.update(dict.fromkeys(names, file_name))
+        tensors = [(name, fetch(name)) for name in names]
+        try:
+            if fault is None:
+                folder.mkdir(parents=True, exist_ok=True)
+                write_shard(folder / (file_name + _PARTIAL), tensors)
+        except OSError as error:
+            fault = error
+    if fault is not None:
+        raise fault
+    # Named when all are whole: ranks that look for a checkpoint here see none before.
+    for file_name in sorted(set(weight_map.values())):
+        os.replace(folder / (file_name + _PARTIAL), folder / file_name)
     index = {
         "metadata": {"total_size": sum(sizes.values())},
         "weight_map": dict(sorted(weight_map.items())),
@@ -143,6 +170,6 @@ def _divide(sizes: Mapping[str, int], max_shard_bytes: int) -> list[list[str]]:
 
 
 def _write_json(path: Path, document: object) -> None:
-    temporary = path.with_name(path.name + ".partial")
+    temporary = path.with_name(path.name + _PARTIAL)
     temporary.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     os.replace(temporary, path)

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from magi2.checks import parse_json, whole_numbers
+
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -104,6 +106,24 @@ class ShardFile:
         return self._bytes
 
 
+def check_storable(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuse tensors that the format has no type for, or whose data is nowhere.
+
+    Raises:
+        ValueError: As said, with their names.
+    """
+    wrong = [
+        f"{name} ({tensor.dtype} on {tensor.device})"
+        for name, tensor in tensors.items()
+        if tensor.dtype not in _DTYPE_NAMES or tensor.is_meta
+    ]
+    if wrong:
+        raise ValueError(
+            f"tensors that cannot be stored: {', '.join(wrong[:20])}, {len(wrong)} in all. "
+            f"Expected data of one of {', '.join(str(dtype) for dtype in _DTYPE_NAMES)}."
+        )
+
+
 def write_shard(path: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Write one safetensors file from tensors on any device."""
     # Wide elements first, and a header padded to 8 bytes: every tensor is aligned.
@@ -139,24 +159,26 @@ def _read_header(path: Path) -> tuple[dict[str, StoredTensor], int]:
                 "Fetch the file again."
             )
         text = file.read(length)
+    start, tensors, spans = _LENGTH_BYTES + length, {}, []
     try:
-        header = json.loads(text)
-        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        start = _LENGTH_BYTES + length
-        tensors = {name: _stored(entry, start) for name, entry in entries.items()}
-        ends = [(entry["data_offsets"][0], entry["data_offsets"][1]) for entry in entries.values()]
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        for name, entry in parse_json(text).items():
+            if name != "__metadata__":
+                begin, end = whole_numbers("data_offsets", entry["data_offsets"])
+                tensors[name] = _stored(name, entry, start + begin)
+                spans.append((begin, end))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} has no safetensors header: {error!r}.") from error
-    _check_offsets(path, tensors, ends, start, file_bytes)
+    _check_offsets(path, tensors, spans, start, file_bytes)
     return tensors, file_bytes
 
 
-def _stored(entry: Mapping[str, Any], data_start: int) -> StoredTensor:
-    return StoredTensor(
-        dtype=_DTYPES[entry["dtype"]],
-        shape=tuple(int(size) for size in entry["shape"]),
-        offset=data_start + int(entry["data_offsets"][0]),
-    )
+def _stored(name: str, entry: Mapping[str, Any], offset: int) -> StoredTensor:
+    shape, dtype = whole_numbers("shape", entry["shape"]), entry["dtype"]
+    if any(size < 0 for size in shape):
+        raise ValueError(f"{name} has shape {list(shape)}")
+    if dtype not in _DTYPES:
+        raise ValueError(f"{name} has dtype {dtype}, expected one of {', '.join(_DTYPES)}")
+    return StoredTensor(dtype=_DTYPES[dtype], shape=shape, offset=offset)
 
 
 def _check_offsets(

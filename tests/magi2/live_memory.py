@@ -1,9 +1,11 @@
-"""Bytes of tensors alive at a time, on any device."""
+"""Bytes of tensors alive at a time, on any device, and bytes of a mapped file that were read."""
 
 from __future__ import annotations
 
 import weakref
+from pathlib import Path
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -49,3 +51,17 @@ class LiveMemory(TorchDispatchMode):
 
 def _tensors(tree: object) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def resident_bytes(path: Path) -> int:
+    """Bytes of a mapped file that this process has touched."""
+    smaps = Path("/proc/self/smaps")
+    if not smaps.exists():
+        pytest.skip("needs /proc/self/smaps to see which pages of a mapping were read")
+    total, inside = 0, False
+    for line in smaps.read_text().splitlines():
+        if "-" in line.split(maxsplit=1)[0]:
+            inside = line.endswith(str(path))
+        elif inside and line.startswith("Rss:"):
+            total += int(line.split()[1]) * 1024
+    return total

@@ -16,6 +16,7 @@ from magi2.config import Magi2Config
 from magi2.initialise import random_state_dict
 from magi2.transformer import Magi2Transformer
 from tests.magi2.golden import FOLDER
+from tests.magi2.live_memory import resident_bytes
 
 CONFIG = presets.tiny_uneven()
 NORM = "block.layers.1.mlp.pre_norm.weight"
@@ -99,20 +100,6 @@ def test_unaligned_tensors_are_read(tmp_path):
     assert torch.equal(file.read("a"), bytes_)
     assert torch.equal(file.read("b"), floats)
     assert torch.equal(file.read("b", range(1, 3)), floats[1:3])
-
-
-def resident_bytes(path: Path) -> int:
-    """Bytes of a mapped file that this process has touched."""
-    smaps = Path("/proc/self/smaps")
-    if not smaps.exists():
-        pytest.skip("needs /proc/self/smaps to see which pages of a mapping were read")
-    total, inside = 0, False
-    for line in smaps.read_text().splitlines():
-        if "-" in line.split(maxsplit=1)[0]:
-            inside = line.endswith(str(path))
-        elif inside and line.startswith("Rss:"):
-            total += int(line.split()[1]) * 1024
-    return total
 
 
 def test_reading_rows_touches_only_their_pages(tmp_path):
@@ -235,6 +222,95 @@ def test_refuses_a_damaged_header(copy):
     assert "header is damaged" in refused(copy)
 
 
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"dtype": "F8_E4M3", "shape": [4], "data_offsets": [0, 4]}, "x has dtype F8_E4M3"),
+        ({"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}, "x has shape .-1."),
+        ({"dtype": "F32", "shape": [1.5], "data_offsets": [0, 4]}, "holds 1.5"),
+        ({"dtype": "F32", "shape": 1, "data_offsets": [0, 4]}, "shape is of type int"),
+        ({"dtype": "F32", "shape": [1], "data_offsets": ["0", "4"]}, "holds '0'"),
+        ({"dtype": "F32", "shape": [1], "data_offsets": [0]}, "no safetensors header"),
+        ({"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]}, "no safetensors header"),
+        ({"dtype": "F32", "data_offsets": [0, 4]}, "KeyError.'shape'."),
+        ({"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}, "header is damaged"),
+        ([1], "no safetensors header"),
+    ],
+)
+def test_refuses_an_entry_that_describes_no_tensor(tmp_path, entry, message):
+    header = json.dumps({"x": entry}).encode()
+    path = tmp_path / "one.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    with pytest.raises(ValueError, match=message) as caught:
+        ShardFile(path)
+    assert str(path) in str(caught.value)
+
+
+def test_refuses_a_tensor_that_is_stated_twice(tmp_path):
+    entry = json.dumps({"dtype": "F32", "shape": [1], "data_offsets": [0, 4]})
+    header = f'{{"x": {entry}, "x": {entry}}}'.encode()
+    path = tmp_path / "one.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    with pytest.raises(ValueError, match="the key 'x' is stated twice"):
+        ShardFile(path)
+
+
+def test_refuses_a_tensor_that_two_shards_hold(copy):
+    # In both orders of the files: the index names either the first or the second.
+    index = json.loads((copy / INDEX_NAME).read_text())
+    del index["metadata"]
+    (copy / INDEX_NAME).write_text(json.dumps(index))
+    first, second, *_ = sorted(set(index["weight_map"].values()))
+    name = next(n for n, file in index["weight_map"].items() if file == second)
+    tensors = load_file(copy / first)
+    save_file(tensors | {name: load_file(copy / second)[name]}, copy / first)
+    assert f"in a shard, but not so in the index: {name} ({first})" in refused(copy)
+    save_file(tensors, copy / first)
+    other = next(iter(tensors))
+    save_file(load_file(copy / second) | {other: tensors[other]}, copy / second)
+    assert f"in a shard, but not so in the index: {other} ({second})" in refused(copy)
+
+
+def test_refuses_a_shard_that_the_index_does_not_name(copy):
+    save_file({"x": torch.zeros(1)}, copy / "model-00009-of-00009.safetensors")
+    message = refused(copy)
+    assert "the index does not name: model-00009-of-00009.safetensors" in message
+
+
+@pytest.mark.parametrize("file", ["../other/one.safetensors", "/one.safetensors", "a/b", 7, None])
+def test_refuses_an_index_that_points_out_of_its_folder(copy, file):
+    index = json.loads((copy / INDEX_NAME).read_text())
+    index["weight_map"][NORM] = file
+    (copy / INDEX_NAME).write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="files outside its folder") as caught:
+        load_checkpoint(new_model(), copy)
+    assert f"{NORM} in {file!r}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[]",
+        "{",
+        '{"weight_map": [1]}',
+        '{"weight_map": {}, "weight_map": {}}',
+        '{"weight_map": {}, "metadata": {"total_size": "many"}}',
+        '{"weight_map": {}, "metadata": {"total_size": NaN}}',
+        '{"weight_map": {}, "metadata": 3}',
+        "\0\xff",
+    ],
+)
+def test_refuses_an_index_that_is_none(copy, text):
+    (copy / INDEX_NAME).write_bytes(text.encode("latin-1"))
+    with pytest.raises(ValueError, match="no checkpoint index"):
+        load_checkpoint(new_model(), copy)
+
+
+def test_an_index_that_names_nothing_lacks_everything(tmp_path):
+    (tmp_path / INDEX_NAME).write_text('{"weight_map": {}}')
+    assert "and 111 more" in refused(tmp_path)
+
+
 def test_refuses_an_index_that_contradicts_its_shards(copy):
     index = json.loads((copy / INDEX_NAME).read_text())
     files = sorted(set(index["weight_map"].values()))
@@ -243,7 +319,7 @@ def test_refuses_an_index_that_contradicts_its_shards(copy):
     (copy / INDEX_NAME).write_text(json.dumps(index))
     message = refused(copy)
     assert f"in the index, but not in the shard it names: {NORM}" in message
-    assert f"in a shard, but not so in the index: {NORM}" in message
+    assert f"in a shard, but not so in the index: {NORM} (" in message
 
 
 def test_refuses_a_wrong_total_or_no_index(copy):
@@ -264,3 +340,52 @@ def test_saving_never_overwrites(saved, weights):
         save_checkpoint(weights, CONFIG, saved)
     with pytest.raises(ValueError, match="max_shard_bytes=0"):
         save_checkpoint(weights, CONFIG, saved / "new", max_shard_bytes=0)
+
+
+def test_saving_leaves_other_shards_and_files_alone(weights, tmp_path):
+    stale = tmp_path / "model-00001-of-00002.safetensors"
+    stale.write_bytes(b"")
+    with pytest.raises(ValueError, match="or shards of one"):
+        save_checkpoint(weights, CONFIG, tmp_path)
+    with pytest.raises(ValueError, match="is a file: expected a folder"):
+        save_checkpoint(weights, CONFIG, stale)
+    assert [path.name for path in tmp_path.iterdir()] == [stale.name]
+
+
+@pytest.mark.parametrize(
+    "tensor", [torch.zeros(2, device="meta"), torch.zeros(2, dtype=torch.complex64)]
+)
+def test_refuses_to_save_what_cannot_be_stored(tensor, tmp_path):
+    with pytest.raises(ValueError, match=r"cannot be stored: x \(.*, 1 in all"):
+        save_checkpoint({"x": tensor}, CONFIG, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_save_that_fails_leaves_no_checkpoint(weights, tmp_path, monkeypatch):
+    written = []
+
+    def failing(path, tensors):
+        written.append(path.name)
+        if len(written) == 2:
+            raise OSError(28, "No space left on device")
+        path.write_bytes(b"")
+
+    monkeypatch.setattr("magi2.checkpoint.save.write_shard", failing)
+    with pytest.raises(OSError, match="No space left"):
+        save_checkpoint(weights, CONFIG, tmp_path / "full", max_shard_bytes=1 << 18)
+    assert len(written) == 2
+    assert not (tmp_path / "full" / INDEX_NAME).exists()
+    assert not list((tmp_path / "full").glob("*.safetensors"))
+
+
+def test_a_checkpoint_that_may_not_be_written_loads(copy, weights):
+    for path in copy.iterdir():
+        path.chmod(0o444)
+    copy.chmod(0o555)
+    model = new_model()
+    load_checkpoint(model, copy)
+    copy.chmod(0o755)
+    # Changing the model must not reach for the file either.
+    with torch.no_grad():
+        model.get_parameter(NORM).add_(1)
+    assert torch.equal(open_checkpoint(copy).file_of[NORM].read(NORM), weights[NORM])
