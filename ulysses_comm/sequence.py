@@ -6,8 +6,10 @@ sum of the ranks' losses, and the gradient of a parameter is the sum of the rank
 
 from __future__ import annotations
 
+import numbers
+import operator
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -124,11 +126,25 @@ def sum_losses(loss: torch.Tensor, group: Group) -> torch.Tensor:
     process_group = resolve_group(group)
     if process_group is None or process_group.size() == 1:
         return loss
-    total = loss.detach().clone()
+    # Contiguous on every rank: an all-reduce adds up memory, whatever strides say.
+    total = loss.detach().clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=process_group)
     if not is_tracked([loss]):
         return total
-    return total + (loss - loss.detach())
+    summed: torch.Tensor = _OfSum.apply(loss, total)  # type: ignore[no-untyped-call]
+    return summed
+
+
+class _OfSum(torch.autograd.Function):
+    """A sum over ranks that has been made, as a function of this rank's part."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+        return total.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
 
 
 def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: Group) -> None:
@@ -139,6 +155,9 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: Group) -> Non
             A rank without a gradient for one adds zeros.
         group: As in `scatter_heads_gather_seqlen`.
 
+    Raises:
+        ValueError: If a gradient is sparse, before anything is sent.
+
     One all-reduce for each dtype and device. DistributedDataParallel and FSDP average over their
     ranks instead: multiply the loss by this group's size there, and leave this out.
     """
@@ -146,9 +165,15 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: Group) -> Non
     if process_group is None or process_group.size() == 1:
         return
     kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for parameter in parameters:
+    for index, parameter in enumerate(parameters):
         if not parameter.requires_grad:
             continue
+        if parameter.grad is not None and parameter.grad.layout != torch.strided:
+            raise ValueError(
+                f"parameters[{index}] of shape {tuple(parameter.shape)} has a gradient of layout "
+                f"{parameter.grad.layout}: expected a dense one. Turn sparse=True off in its "
+                "embedding, or assign grad.to_dense() on every rank."
+            )
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter.grad)
@@ -201,8 +226,8 @@ class SequenceDispatcher:
             ValueError: If another request is held, or split_sizes does not fit the group.
         """
         _, world_size = rank_and_world_size(resolve_group(self.group))
-        if isinstance(split_sizes, int):
-            split_sizes = balanced_split_sizes(split_sizes, world_size)
+        if isinstance(split_sizes, (int, numbers.Integral)):
+            split_sizes = balanced_split_sizes(operator.index(split_sizes), world_size)
         sizes = check_split_sizes(split_sizes, world_size)
         if self._split_sizes is not None and sizes != self._split_sizes:
             raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from ulysses_comm import (
     gather_sequence,
     shard_sequence,
     simulate,
+    sum_gradients,
     sum_losses,
 )
 
@@ -185,3 +187,48 @@ def test_uneven_gathers_work_on_gloo() -> None:
             expected = 3 * 2 * whole.float().split(splits, dim=1)[rank]
             assert torch.equal(results[index + 1].float(), expected)
             assert results[index + 2] == 3
+
+
+def test_the_sum_of_a_loss_that_is_infinite_is_infinite() -> None:
+    """It was nan on the rank whose part is infinite: inf - inf."""
+
+    def step(group: dist.ProcessGroup) -> tuple[float, float]:
+        part = torch.tensor(torch.inf if group.rank() else 1.0, requires_grad=True)
+        total = sum_losses(part, group)
+        total.backward()
+        assert part.grad is not None
+        return total.item(), part.grad.item()
+
+    assert simulate(2, step).results == [(torch.inf, 1.0)] * 2
+
+
+def sum_in_different_orders(group: dist.ProcessGroup) -> torch.Tensor:
+    parts = torch.arange(6.0).view(2, 3)
+    return sum_losses(parts.t().contiguous().t() if group.rank() else parts, group)
+
+
+@pytest.mark.gloo
+def test_strides_of_a_loss_do_not_mix_up_its_elements() -> None:
+    """An all-reduce adds up memory; ranks whose elements lie in another order got another sum."""
+    for total in [
+        *run_ranks(sum_in_different_orders, 2),
+        *simulate(2, sum_in_different_orders).results,
+    ]:
+        assert torch.equal(total, 2 * torch.arange(6.0).view(2, 3))
+
+
+def test_a_sparse_gradient_is_refused_by_name() -> None:
+    def step(group: dist.ProcessGroup) -> None:
+        embedding = torch.nn.Embedding(4, 3, sparse=True)
+        embedding(torch.tensor([1, 2])).sum().backward()
+        with pytest.raises(ValueError, match=r"parameters\[0\] of shape \(4, 3\).*sparse"):
+            sum_gradients(embedding.parameters(), group)
+
+    assert len(simulate(2, step).traffic) == 0
+
+
+@pytest.mark.parametrize("length", [np.int64(5), np.int32(5)])
+def test_a_dispatcher_takes_numpy_s_integers(length: Any) -> None:
+    assert (
+        simulate(2, lambda group: SequenceDispatcher(group).begin(length)).results == [[3, 2]] * 2
+    )
