@@ -15,7 +15,8 @@ import torch
 
 from ulysses_comm.attention_call import AttentionCall, Joint, check_call
 from ulysses_comm.group import Group
-from ulysses_comm.per_head import PER_HEAD_ARGUMENTS, Rule
+from ulysses_comm.layout import promoted_dtype, whole_number
+from ulysses_comm.per_head import PER_HEAD_ARGUMENTS, HeadIndex, PerHead, Rule
 from ulysses_comm.token_layouts import TokenLayout, as_bshd, check_layout, from_bshd
 from ulysses_comm.turns import Outcome, Setting, attend_in_turns
 from ulysses_comm.workspace import Workspace
@@ -68,7 +69,8 @@ class UlyssesAttention(torch.nn.Module):
             validate: Let the ranks compare what they mean to exchange before anything is sent.
 
         Raises:
-            ValueError: If layout, lse_layout or chunks is none of ours.
+            ValueError: If layout, lse_layout, chunks or a rule is none of ours, or attention cannot
+                be called.
         """
         super().__init__()
         check_layout(layout)
@@ -77,13 +79,18 @@ class UlyssesAttention(torch.nn.Module):
                 f"lse_layout={lse_layout!r}: expected 'sh', 'hs', 'bsh', 'bhs', or None if the "
                 "attention returns its output alone."
             )
-        if isinstance(chunks, bool) or chunks < 1:
+        chunks = whole_number("chunks", chunks)
+        if chunks < 1:
             raise ValueError(f"chunks={chunks!r}: expected one turn or more.")
+        if not callable(attention):
+            raise ValueError(
+                f"attention is a {type(attention).__name__}: expected a function or a module."
+            )
         self.attention = attention
         self.group = group
         self.layout: TokenLayout = layout
         self.lse_layout = lse_layout
-        rules = {**PER_HEAD_ARGUMENTS, **(per_head or {})}
+        rules = {**PER_HEAD_ARGUMENTS, **_checked_rules(per_head)}
         self.per_head = {name: rule for name, rule in rules.items() if rule is not None}
         self.keep_dtypes = keep_dtypes
         self.chunks = chunks
@@ -125,7 +132,7 @@ class UlyssesAttention(torch.nn.Module):
         """
         call = check_call(self.group, self.layout, q, k, v, split_sizes, None, self.chunks)
         if call.group is None:
-            return self._checked_locally(self.attention(*call.alone(q, k, v), **kwargs))
+            return self._checked_locally(self.attention(*self._alone(call, (q, k, v)), **kwargs))
         outcome = self._run(call, (q, k, v), kwargs)
         return self._result(outcome.output, outcome.lse)
 
@@ -188,6 +195,16 @@ class UlyssesAttention(torch.nn.Module):
         """Say what is not a submodule."""
         return f"layout={self.layout!r}, chunks={self.chunks}, keep_dtypes={self.keep_dtypes}"
 
+    def _alone(
+        self, call: AttentionCall, tensors: tuple[torch.Tensor, ...]
+    ) -> Sequence[torch.Tensor]:
+        """Return what a lone rank attends with, in the dtype that several would."""
+        own = call.alone(*tensors)
+        if self.keep_dtypes:
+            return own
+        common = promoted_dtype(own)
+        return [tensor.to(common) for tensor in own]
+
     def _run(
         self, call: AttentionCall, tensors: tuple[torch.Tensor, ...], kwargs: dict[str, Any]
     ) -> Outcome:
@@ -219,10 +236,10 @@ class UlyssesAttention(torch.nn.Module):
         kwargs: dict[str, Any],
     ) -> tuple[AttentionResult, AttentionResult]:
         axis = self.layout.index("s")
-        pairs = zip(call.alone(*tensors), joint, strict=True)
+        pairs = zip(self._alone(call, tensors), joint, strict=True)
         whole = [
             torch.cat([extra, own] if place == "front" else [own, extra], dim=axis)
-            for own, extra in pairs
+            for own, extra in ((own, extra.to(own.dtype)) for own, extra in pairs)
         ]
         output, lse = self._split_result(self.attention(*whole, **kwargs))
         sizes = [call.joint_tokens, call.tokens]
@@ -283,3 +300,20 @@ class UlyssesAttention(torch.nn.Module):
         if len(self.lse_layout) == 2:
             lse = lse.squeeze(0)
         return result, lse.transpose(-1, -2) if self.lse_layout in ("hs", "bhs") else lse
+
+
+def _checked_rules(per_head: Mapping[str, Rule | None] | None) -> Mapping[str, Rule | None]:
+    if per_head is None:
+        return {}
+    if not isinstance(per_head, Mapping):
+        raise ValueError(
+            f"per_head is a {type(per_head).__name__}: expected a mapping of argument names, such "
+            "as {'bias': PerHead(-3)}."
+        )
+    for name, rule in per_head.items():
+        if not (rule is None or isinstance(rule, (PerHead, HeadIndex))):
+            raise ValueError(
+                f"per_head[{name!r}] is {rule!r}: expected PerHead(axis), HeadIndex(position), or "
+                "None to pass the argument as it is."
+            )
+    return per_head

@@ -523,6 +523,10 @@ def three(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
         (three((4, 2, 8)) * 3, {"layout": "bsh"}, {}, "layout='bsh': expected one of shd"),
         (three((4, 2, 8)) * 3, {"lse_layout": "b"}, {}, "lse_layout='b'"),
         (three((4, 2, 8)) * 3, {"chunks": 0}, {}, "chunks=0"),
+        (three((4, 2, 8)) * 3, {"chunks": 2.0}, {}, "chunks=2.0: expected a whole number"),
+        (three((4, 2, 8)) * 3, {"chunks": None}, {}, "chunks=None: expected a whole number"),
+        (three((4, 2, 8)) * 3, {"per_head": ["bias"]}, {}, "per_head is a list: expected a map"),
+        (three((4, 2, 8)) * 3, {"per_head": {"bias": -3}}, {}, r"per_head\['bias'\] is -3"),
         (three((4, 8)) * 3, {}, {}, r"q has shape \(4, 8\): expected the 3 axes"),
         (three((4, 3, 2, 8)) * 3, {}, {}, "world_size=2.*layout='bshd'"),
         (three((4, 2, 8)) * 3, {"layout": "bshd"}, {}, "expected the 4 axes"),
@@ -569,3 +573,32 @@ def test_refuses_what_an_attention_returns(
 
     with pytest.raises(ValueError, match=message):
         simulate(2, step)
+
+
+def test_refuses_what_cannot_be_called() -> None:
+    with pytest.raises(ValueError, match="attention is a Tensor: expected a function"):
+        UlyssesAttention(torch.zeros(3), group=LONE_RANK)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("is_joint", [False, True])
+def test_a_lone_rank_attends_in_the_dtype_that_several_would(
+    world_size: int, is_joint: bool
+) -> None:
+    """It got what it was given, so that a model of mixed dtypes ran on two ranks and not on one."""
+    seen: list[set[torch.dtype]] = []
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        seen.append({q.dtype, k.dtype, v.dtype})
+        return v
+
+    def step(group: dist.ProcessGroup) -> None:
+        layer = UlyssesAttention(attention, group=group)
+        qkv = [torch.ones(2, 2, 8), *(torch.ones(2, 2, 8, dtype=torch.bfloat16) for _ in "kv")]
+        if is_joint:
+            layer.joint(*qkv, *qkv)
+        else:
+            layer(*qkv)
+
+    simulate(world_size, step)
+    assert seen == [{torch.float32}] * world_size
