@@ -7,6 +7,7 @@ docs/attention.md says what fits in and what is copied.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal, TypeAlias
@@ -190,6 +191,14 @@ class UlyssesAttention(torch.nn.Module):
             self._result(outcome.output, outcome.lse),
             self._result(outcome.joint_output, outcome.joint_lse),
         )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> UlyssesAttention:
+        """Copy the module and what it wraps; the copy works with the same ranks and buffers."""
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        memo.update({id(kept): kept for kept in (self.group, self.workspace)})
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        return copied
 
     def extra_repr(self) -> str:
         """Say what is not a submodule."""

@@ -108,7 +108,6 @@ def cuts_evenly(selections: Sequence[Selection], split: HeadSplit) -> bool:
     return split.is_even and all(selection.split.is_even for selection in selections)
 
 
-@functools.lru_cache(maxsize=256)
 def plan_heads(num_heads: int, num_kv_heads: int, world_size: int, chunks: int) -> HeadPlan:
     """Plan attention. Pure; the cache only saves the arithmetic.
 
@@ -121,6 +120,12 @@ def plan_heads(num_heads: int, num_kv_heads: int, world_size: int, chunks: int) 
     Raises:
         ValueError: If num_kv_heads does not divide num_heads.
     """
+    # A trace is made once, and would warn of a cache.
+    plan = _plan_heads if torch.compiler.is_compiling() else _remembered_plan
+    return plan(num_heads, num_kv_heads, world_size, chunks)
+
+
+def _plan_heads(num_heads: int, num_kv_heads: int, world_size: int, chunks: int) -> HeadPlan:
     query, key_value = split_query_groups(num_heads, num_kv_heads, world_size)
     chunks = min(chunks, max(query.counts))
     group = num_heads // num_kv_heads
@@ -149,6 +154,9 @@ def plan_heads(num_heads: int, num_kv_heads: int, world_size: int, chunks: int) 
             )
         )
     return HeadPlan(num_heads, num_kv_heads, query, key_value, tuple(turns))
+
+
+_remembered_plan = functools.lru_cache(maxsize=256)(_plan_heads)
 
 
 def select_heads(

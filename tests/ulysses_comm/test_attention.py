@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -433,6 +434,21 @@ def test_a_module_keeps_its_parameters() -> None:
     layer = UlyssesAttention(Scaled(), group=LONE_RANK)
     assert [name for name, _ in layer.named_parameters()] == ["attention.scale"]
     assert "layout='shd'" in repr(layer)
+
+
+def test_a_copy_of_a_model_works_with_the_same_ranks() -> None:
+    splits = SPLITS[2]
+    whole = inputs("shd", (4, 2))
+
+    def step(group: dist.ProcessGroup) -> torch.Tensor:
+        layer = UlyssesAttention(sdpa_of("shd"), group=group, workspace=Workspace())
+        copied = copy.deepcopy(nn.Sequential(layer))[0]
+        assert copied is not layer
+        assert copied.group is group
+        assert copied.workspace is layer.workspace
+        return copied(*(t.split(splits)[group.rank()] for t in whole), split_sizes=splits)
+
+    close(torch.cat(simulate(2, step).results), sdpa_of("shd")(*whole))
 
 
 def test_a_lone_rank_hands_its_tensors_through() -> None:

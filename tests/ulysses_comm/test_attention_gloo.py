@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -89,7 +87,6 @@ def test_log_sum_exp_and_joint_tokens() -> None:
 
 def compiled_layer(group: dist.ProcessGroup) -> list[list[torch.Tensor]]:
     """One compiled function for all lengths; returns compiled and eager results."""
-    warnings.filterwarnings("ignore", message=".*lru_cache.*")
     layer = UlyssesAttention(sdpa_of("bshd"), group=group, layout="bshd")
 
     def attend(
