@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import os
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -24,6 +26,28 @@ def run(monkeypatch, name: str, *arguments: str) -> None:
 def test_the_tiny_transformer_equals_one_rank(monkeypatch, capsys, arguments):
     run(monkeypatch, "tiny_transformer.py", *arguments)
     assert capsys.readouterr().out.count("relative RMS") == int(arguments[1])
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("ranks", "arguments"), [(2, []), (4, ["--branches", "2", "--expert-size", "2"])]
+)
+def test_the_tiny_transformer_runs_under_torchrun(ranks, arguments):
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--local-addr=127.0.0.1",
+    ]
+    command += [f"--nproc-per-node={ranks}", str(EXAMPLES / "tiny_transformer.py"), *arguments]
+    root = str(EXAMPLES.parent)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("relative RMS") == ranks
 
 
 @pytest.mark.parametrize("preset", ["tiny", "tiny_uneven"])

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from magi2 import presets
 from magi2.modules.attention import Attention
@@ -128,6 +129,57 @@ def test_traced_regions_equal_eager_ones(world_size, layer, dtype, layout, dynam
         if layout == "packed" and rank.rows.shape[0]:
             assert as_send_buffer(qkv, world_size) is not None
         assert_same_bits(result, rank.result)
+
+
+class Traced:
+    """A backend that keeps the shapes of each graph's inputs by name, and runs the graph."""
+
+    def __init__(self) -> None:
+        self.shapes: list[dict[str, torch.Size]] = []
+
+    def __call__(self, module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        values = {
+            node.name: node.meta["example_value"]
+            for node in module.graph.nodes
+            if node.op == "placeholder"
+        }
+        tensors = {name: v.shape for name, v in values.items() if isinstance(v, torch.Tensor)}
+        self.shapes.append(tensors)
+        return module.forward
+
+    def symbols(self) -> set[Any]:
+        """Of the one graph's inputs."""
+        (shapes,) = self.shapes
+        return {symbol for shape in shapes.values() for n in shape for symbol in free_symbols(n)}
+
+
+@pytest.mark.parametrize("layer", [MULTIMODAL, SINGLE])
+@pytest.mark.parametrize("layout", ["packed", "flat"])
+def test_one_graph_serves_every_length_and_only_tokens_are_symbolic(layer, layout, monkeypatch):
+    ranks, traced = run_eagerly(4, layer, torch.bfloat16, layout), Traced()
+    output = torch.compile(Attention.output, fullgraph=True, dynamic=True, backend=traced)
+    with torch.no_grad():
+        for rank in (ranks[0], ranks[2]):
+            result = output(rank.attention, rank.received, rank.gate, rank.plan)
+            assert_same_bits(result, rank.result)
+        assert len(traced.symbols()) == 1
+        torch._dynamo.reset()
+        monkeypatch.setattr("magi2.modules.attention.pin_head_layout", lambda *a: None)
+        unpinned = Traced()
+        output = torch.compile(Attention.output, fullgraph=True, dynamic=True, backend=unpinned)
+        output(ranks[0].attention, ranks[0].received, ranks[0].gate, ranks[0].plan)
+    assert len(unpinned.symbols()) > 1
+
+
+@pytest.mark.parametrize("shards", [1, 2, 8])
+def test_shards_of_another_group_compile_and_agree(shards):
+    rank, traced = run_eagerly(4, SINGLE, torch.bfloat16, "packed")[0], Traced()
+    heads = rank.attention.num_heads // shards
+    received = rank.received.reshape(-1, shards, heads, rank.attention.head_dim)
+    output = torch.compile(Attention.output, fullgraph=True, dynamic=True, backend=traced)
+    with torch.no_grad():
+        result = output(rank.attention, received, rank.gate, rank.plan)
+    assert_same_bits(result, rank.result)
 
 
 @pytest.mark.long
