@@ -286,7 +286,7 @@ def scatter_seqlen_gather_heads_each(
 
     Returns:
         For each tensor (seqlen_local, num_heads, head_dim), head order kept; heads that several
-        ranks have are summed. A lone rank gets its tensors back.
+        ranks have are summed. A lone rank gets its tensors back, in the promoted dtype.
 
     Raises:
         ValueError: For bad input, on the rank at fault, before anything is sent.

@@ -195,6 +195,14 @@ def promoted_dtype(tensors: Sequence[torch.Tensor]) -> torch.dtype:
         ) from error
 
 
+def summing_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return what values of a dtype are added up in: one that has a sum, and rounds once."""
+    if dtype.is_floating_point and dtype.itemsize < 4:
+        return torch.float32
+    # torch adds none of these; sums that wrap around in 64 bits do so in fewer too.
+    return torch.int64 if dtype in (torch.uint16, torch.uint32, torch.uint64) else dtype
+
+
 def as_head_shards(tensor: torch.Tensor, world_size: int) -> torch.Tensor:
     """See (tokens, heads, head_dim) or head shards as (tokens, world_size, heads / world_size, ·).
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from ulysses_comm.collective import start_all_to_all
 from ulysses_comm.copies import copy_head_shards
+from ulysses_comm.layout import summing_dtype
 from ulysses_comm.memory import empty_aligned
 from ulysses_comm.tiling import gathered_buffer_of, scattered_buffer_of
 from ulysses_comm.wire import Run, Wire
@@ -284,12 +285,12 @@ def _sum_shares(
     parts: list[tuple[Run, torch.Tensor]], shape: tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor:
     """Add up the shares of heads that several ranks own, in rank order, rounded once."""
-    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    wide = summing_dtype(dtype)
     total = torch.zeros(shape, dtype=wide, device=parts[0][1].device)
     for run, view in parts:
         for place in range(run.num_ranks):
             first = run.first_head + place * run.head_step
-            total[:, first : first + run.num_heads] += view[:, place]
+            total[:, first : first + run.num_heads] += view[:, place].to(wide)
     return total.to(dtype)
 
 

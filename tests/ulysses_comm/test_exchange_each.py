@@ -158,3 +158,28 @@ def test_the_plain_exchange_still_refuses_what_is_not_contiguous() -> None:
     tensor = torch.zeros(3, 7, 4).transpose(0, 1)
     with pytest.raises(ValueError, match="contiguous"):
         simulate(3, lambda group: scatter_seqlen_gather_heads(tensor, SPLITS, group))
+
+
+UNADDABLE = [
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+]
+
+
+@pytest.mark.parametrize("dtype", [*UNADDABLE, torch.int8, torch.bool, torch.complex64], ids=str)
+def test_shared_heads_are_summed_in_every_dtype(dtype: torch.dtype) -> None:
+    """torch has no sum of float8 and wide unsigned integers: it failed once the data had moved."""
+    shared = HeadSplit(2, ((0, 1), (0, 1), (1, 2)))
+
+    def step(group: dist.ProcessGroup) -> torch.Tensor:
+        mine = torch.full((7, shared.counts[group.rank()], 4), 1.0).to(dtype)
+        return scatter_seqlen_gather_heads(mine, SPLITS, group, head_split=shared)
+
+    expected = torch.tensor([2.0, 1.0])[:, None].expand(7, 2, 4).to(dtype)
+    for rank, result in enumerate(simulate(3, step).results):
+        assert_same_bits(result, expected.split(SPLITS)[rank])

@@ -48,13 +48,20 @@ def _is_own(frame: FrameType) -> bool:
 
 
 def _location(frame: FrameType | None) -> str:
-    """Find the innermost line that belongs neither to torch nor to the simulator."""
+    """Find the innermost line that belongs neither to torch nor to this package.
+
+    Where all lines do, as in its demo, the innermost one outside the simulator.
+    """
+    own_line = ""
     while frame is not None:
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         if package not in ("torch", "threading", "contextlib") and not _is_own(frame):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            if package != "ulysses_comm":
+                return line
+            own_line = own_line or line
         frame = frame.f_back
-    return ""
+    return own_line
 
 
 def location_of_caller() -> str:
