@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import math
 import os
 import platform
 import subprocess
@@ -157,6 +158,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="doctor", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds for each exchange")
     options = parser.parse_args(arguments)
+    if not (math.isfinite(options.timeout) and options.timeout > 0):
+        parser.error(f"--timeout {options.timeout:g}: expected a positive number of seconds")
     report = run(timeout=options.timeout)
     if _speaks():
         print_report(report)

@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import importlib.util
 import io
+import math
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -143,12 +144,18 @@ def run_gloo_ranks(
         The results in rank order; they travel through `torch.save`.
 
     Raises:
-        ValueError: If `function` cannot be imported by another process.
+        ValueError: If `function` cannot be imported by another process, there is no rank, or a
+            timeout is not a positive number.
         RanksFailedError: If a rank raises, dies or does not end in time; has every rank's outcome.
 
     The ranks meet in a temporary file, so that test runs beside one another need no ports. The
     first call takes as long as importing torch, later ones about a second.
     """
+    for name, seconds in (("timeout", timeout), ("group_timeout", group_timeout)):
+        if not (math.isfinite(seconds) and seconds > 0):
+            raise ValueError(f"{name}={seconds}: expected a positive number of seconds.")
+    if world_size < 1:
+        raise ValueError(f"world_size={world_size}: expected one rank or more.")
     plan = _Plan(
         function=_Reference.to(function),
         args=pickle.dumps(args),

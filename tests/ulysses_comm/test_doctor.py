@@ -171,3 +171,14 @@ def test_missing_mpi_is_a_skip_with_its_reason() -> None:
     check = doctor._try_mpirun(None, 1.0)
     assert (check.name, check.passed) == ("ulysses_mpi", None)
     assert "no mpirun" in check.detail
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "soon"])
+def test_a_timeout_that_is_none_is_a_usage_error(
+    seconds: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Zero seconds read as ranks that "died with exit code 0"; nan ended in a traceback."""
+    with pytest.raises(SystemExit) as caught:
+        doctor.main([f"--timeout={seconds}"])
+    assert caught.value.code == 2
+    assert "--timeout" in capsys.readouterr().err

@@ -198,3 +198,20 @@ def test_simulated_ranks_take_the_options_of_simulate() -> None:
     drawn = [simulated_ranks(1, lambda group: torch.rand(1), seed=s).results[0] for s in (0, 0, 1)]
     assert drawn[0] == drawn[1]
     assert drawn[0] != drawn[2]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options", "message"),
+    [
+        (0, {}, "world_size=0: expected one rank or more"),
+        (2, {"timeout": 0.0}, "timeout=0.0: expected a positive number of seconds"),
+        (2, {"timeout": float("nan")}, "timeout=nan"),
+        (2, {"group_timeout": -1.0}, "group_timeout=-1.0"),
+    ],
+)
+def test_gloo_ranks_refuse_what_would_run_nothing(
+    world_size: int, options: dict[str, Any], message: str
+) -> None:
+    """No ranks would be a test that cannot fail."""
+    with pytest.raises(ValueError, match=message):
+        run_gloo_ranks(world_size, os.getpid, **options)
