@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
 
+from ulysses_comm.agreement import Validate
 from ulysses_comm.attention_call import AttentionCall
 from ulysses_comm.head_plan import LocalHeads, Turn, select_heads
 from ulysses_comm.launch import launch_scatter_heads, launch_scatter_seqlen_each
@@ -19,7 +19,6 @@ from ulysses_comm.layout import promoted_dtype
 from ulysses_comm.pending import Pending
 from ulysses_comm.per_head import Rule, slice_arguments
 from ulysses_comm.token_layouts import as_bshd, join_batch, split_batch
-from ulysses_comm.transfer import Buffers
 from ulysses_comm.workspace import Workspace
 
 Attend = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
@@ -46,7 +45,7 @@ class Setting:
     rules: Mapping[str, Rule]
     with_lse: bool
     workspace: Workspace | None
-    validate: bool | timedelta
+    validate: Validate
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -287,9 +286,8 @@ def _send_back(
     results = None
     if call.batch > 1 and not setting.overlaps and not torch.compiler.is_compiling():
         # One buffer for the batch, so that its sequences are joined where they lie.
-        buffers = Buffers(setting.workspace)
         shape = (call.batch, sizes[call.rank], call.plan.num_heads)
-        places = [buffers.take((*shape, t.shape[-1]), t.dtype, t.device) for t in tensors]
+        places = [_empty(setting.workspace, (*shape, t.shape[-1]), t) for t in tensors]
         results = [place for buffer in places for place in buffer.unbind(0)]
     return launch_scatter_seqlen_each(
         parts,
@@ -304,6 +302,12 @@ def _send_back(
         async_op=setting.overlaps,
         results=results,
     )
+
+
+def _empty(workspace: Workspace | None, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    if workspace is None:
+        return torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
+    return workspace.take(shape, like.dtype, like.device)
 
 
 def _joint_share(call: AttentionCall, rank: int) -> int:
