@@ -31,13 +31,7 @@ def empty_buffer(
     It begins where malloc puts it, so that the pages at its ends stay small.
     """
     buffer = torch.empty(tuple(shape), dtype=dtype, device=device)
-    if (
-        not torch.compiler.is_compiling()
-        # Subclasses, such as fake tensors, may have no memory of their own.
-        and type(buffer) is torch.Tensor
-        and buffer.device.type == "cpu"
-        and buffer.nbytes >= LARGE_BYTES
-    ):
+    if is_large(shape, dtype, buffer.device):
         _wish_for_huge_pages(buffer.data_ptr(), buffer.nbytes)
     return buffer
 
@@ -49,13 +43,24 @@ def empty_aligned(
 
     Its storage is up to 2 MiB larger then: addresses alone, which nothing is ever written to.
     """
-    device, nbytes = torch.device(device), math.prod(shape) * dtype.itemsize
-    if device.type != "cpu" or nbytes < LARGE_BYTES:
+    if not is_large(shape, dtype, torch.device(device)):
         return torch.empty(tuple(shape), dtype=dtype, device=device)
-    storage = torch.empty(nbytes + _HUGE_PAGE, dtype=torch.uint8).untyped_storage()
+    nbytes = math.prod(shape) * dtype.itemsize
+    storage = torch.empty(nbytes + _HUGE_PAGE, dtype=torch.uint8, device=device).untyped_storage()
     offset = -storage.data_ptr() % _HUGE_PAGE
     _wish_for_huge_pages(storage.data_ptr() + offset, storage.nbytes() - offset)
     return tensor_at(storage, offset, shape, dtype)
+
+
+def is_large(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a tensor would be memory of this host that is worth the trouble."""
+    return (
+        device.type == "cpu"
+        and math.prod(shape) * dtype.itemsize >= LARGE_BYTES
+        and not torch.compiler.is_compiling()
+        # Under a fake tensor mode tensors have no memory.
+        and type(torch.empty(0, device=device)) is torch.Tensor
+    )
 
 
 def tensor_at(

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from ulysses_comm.collective import start_all_to_all
 from ulysses_comm.copies import copy_head_shards
 from ulysses_comm.layout import summing_dtype
-from ulysses_comm.memory import empty_aligned
+from ulysses_comm.memory import is_large
 from ulysses_comm.tiling import gathered_buffer_of, scattered_buffer_of
 from ulysses_comm.wire import Run, Wire
-from ulysses_comm.workspace import Workspace
+from ulysses_comm.workspace import Workspace, spare_buffers
 
 # Bytes of a rank from which on several collectives cost less than one and the copy that it takes:
 # measured on gloo, 2 and 4 ranks, where the two break even at about 6 MiB.
@@ -56,7 +56,7 @@ class Buffers:
     """Where an exchange finds memory.
 
     Attributes:
-        workspace: Keeps buffers between calls; None for fresh ones.
+        workspace: The caller's, which keeps buffers between calls; None if there is none.
         receive: The caller's own receive buffer, of the right size.
         results: The caller's own tensor for each flattened result, of any strides.
     """
@@ -65,18 +65,30 @@ class Buffers:
     receive: torch.Tensor | None = None
     results: Sequence[torch.Tensor] | None = None
 
-    def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return an unwritten buffer."""
-        if self.workspace is None:
-            return empty_aligned(shape, dtype, device)
-        return self.workspace.take(shape, dtype, device)
+    def take(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+    ) -> torch.Tensor:
+        """Return an unwritten buffer; the group of the exchange may have a spare one."""
+        if self.workspace is not None:
+            return self.workspace.take(shape, dtype, device)
+        if group is not None and is_large(shape, dtype, device):
+            return spare_buffers(group).take(shape, dtype, device)
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
 
     def take_receive(
-        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        group: dist.ProcessGroup,
     ) -> torch.Tensor:
         """Return the caller's receive buffer, or an unwritten one."""
         if self.receive is None:
-            return self.take(shape, dtype, device)
+            return self.take(shape, dtype, device, group)
         return self.receive.view(tuple(shape))
 
 
@@ -125,7 +137,7 @@ def start_scatter_heads(
         send = _pack_scattered(inputs, wire, route, buffers)
         record_copy(route.group, send.nbytes, after=False)
     shape = (route.seqlen, *wire.row_shape(route.rank))
-    receive = buffers.take_receive(shape, wire.dtype, device)
+    receive = buffers.take_receive(shape, wire.dtype, device, route.group)
     transfer = Transfer(wire, route, buffers, send, receive)
     transfer.work = _send_scattered(transfer, async_op)
     return transfer
@@ -157,12 +169,14 @@ def start_scatter_seqlen(
     device = inputs[0].device
     send = gathered_buffer_of(inputs, wire, route.rank)
     if send is None:
-        send = buffers.take((route.seqlen, *wire.row_shape(route.rank)), wire.dtype, device)
+        shape = (route.seqlen, *wire.row_shape(route.rank))
+        send = buffers.take(shape, wire.dtype, device, route.group)
         _zero_gaps(send, wire, route.rank)
         for view, tensor in zip(wire.gathered(send, route.rank), inputs, strict=True):
             copy_head_shards([view.unsqueeze(1)], [tensor.unsqueeze(1)])
         record_copy(route.group, send.nbytes, after=False)
-    receive = buffers.take_receive(wire.scattered_shape(route.tokens), wire.dtype, device)
+    shape = wire.scattered_shape(route.tokens)
+    receive = buffers.take_receive(shape, wire.dtype, device, route.group)
     transfer = Transfer(wire, route, buffers, send, receive)
     transfer.work = _send_gathered(transfer, async_op)
     return transfer
@@ -227,7 +241,8 @@ def record_copy(group: dist.ProcessGroup, nbytes: int, *, after: bool) -> None:
 def _pack_scattered(
     inputs: Sequence[torch.Tensor], wire: Wire, route: Route, buffers: Buffers
 ) -> torch.Tensor:
-    send = buffers.take(wire.scattered_shape(route.tokens), wire.dtype, inputs[0].device)
+    shape = wire.scattered_shape(route.tokens)
+    send = buffers.take(shape, wire.dtype, inputs[0].device, route.group)
     if not wire.is_uniform:  # heads of one dtype and size lie without gaps
         for rank in range(wire.world_size):
             _zero_gaps(wire.block(send, route.tokens, rank), wire, rank)
@@ -274,7 +289,7 @@ def _flatten(parts: list[tuple[Run, torch.Tensor]], transfer: Transfer, index: i
     if flat is None and len(parts) == 1 and flattens_as_view(parts[0][1]):
         return parts[0][1].flatten(1, 2)
     if flat is None:
-        flat = buffers.take(shape, wire.dtypes[index], transfer.receive.device)
+        flat = buffers.take(shape, wire.dtypes[index], transfer.receive.device, route.group)
     for run, view in parts:
         copy_head_shards([run.of_heads(flat)], [view])
     record_copy(route.group, flat.nbytes, after=True)

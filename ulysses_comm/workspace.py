@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import math
+import threading
+import weakref
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from ulysses_comm.memory import empty_aligned, tensor_at
+
+# What a group keeps for exchanges without a workspace: enough for both directions of a layer whose
+# q, k and v take 36 MiB on a rank, forward and backward.
+SPARE_BYTES = 256 << 20
 
 
 class Workspace:
@@ -19,15 +27,23 @@ class Workspace:
     Given to an exchange that autograd tracks, it serves backward as well, gradients included.
 
     On a GPU buffers are reused in the order of the current stream, as torch's own allocator does;
-    use one workspace for each stream. Not for several threads.
+    use one workspace for each stream.
 
     Attributes:
         allocations: Buffers made so far; constant once a loop is steady.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, limit_bytes: int | None = None) -> None:
+        """Make an empty workspace.
+
+        Args:
+            limit_bytes: Keep no more than this, and let go of what was unused for longest first;
+                for loops whose lengths keep changing. None keeps all.
+        """
         self.allocations = 0
-        self._kept: dict[tuple[torch.device, int], list[tuple[torch.UntypedStorage, int]]] = {}
+        self._limit = limit_bytes
+        self._kept: list[_Block] = []  # least recently handed out first
+        self._lock = threading.Lock()
 
     def take(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str
@@ -41,25 +57,71 @@ class Workspace:
         """
         device = torch.device(device)
         nbytes = math.prod(shape) * dtype.itemsize
-        kept = self._kept.setdefault((device, nbytes), [])
-        block = next((block for block in kept if _is_free(block[0])), None)
-        if block is None:
-            self.allocations += 1
-            buffer = empty_aligned((nbytes,), torch.uint8, device)
-            block = buffer.untyped_storage(), int(buffer.storage_offset())
-            kept.append(block)
-        return tensor_at(*block, shape, dtype)
+        with self._lock:
+            block = self._take_kept(nbytes, device) or self._make(nbytes, device)
+            # Before the lock is released: the tensor is what marks the block as in use.
+            return tensor_at(block.storage, block.offset, shape, dtype)
 
     def clear(self) -> None:
         """Let go of all buffers; those still referred to live on with their tensors."""
-        self._kept.clear()
+        with self._lock:
+            self._kept.clear()
 
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers kept."""
-        return sum(nbytes * len(kept) for (_, nbytes), kept in self._kept.items())
+        return sum(block.nbytes for block in self._kept)
+
+    def _take_kept(self, nbytes: int, device: torch.device) -> _Block | None:
+        for index, block in enumerate(self._kept):
+            if block.nbytes == nbytes and block.device == device and block.is_free():
+                self._kept.append(self._kept.pop(index))
+                return block
+        return None
+
+    def _make(self, nbytes: int, device: torch.device) -> _Block:
+        self.allocations += 1
+        fits = self._limit is None or self._make_room(self._limit - nbytes)
+        buffer = empty_aligned((nbytes,), torch.uint8, device)
+        offset = int(buffer.storage_offset())
+        block = _Block(device, nbytes, buffer.untyped_storage(), offset)
+        if fits:
+            self._kept.append(block)
+        return block
+
+    def _make_room(self, limit: int) -> bool:
+        """Let go of free buffers, the oldest first, until no more than `limit` bytes are kept."""
+        index = 0
+        while self.nbytes > limit and index < len(self._kept):
+            if self._kept[index].is_free():
+                del self._kept[index]
+            else:
+                index += 1
+        return self.nbytes <= limit
 
 
-def _is_free(storage: torch.UntypedStorage) -> bool:
-    """Whether the workspace alone refers to the storage."""
-    return bool(torch._C._storage_Use_Count(storage._cdata) == 1)
+class _Block(NamedTuple):
+    device: torch.device
+    nbytes: int
+    storage: torch.UntypedStorage
+    offset: int
+
+    def is_free(self) -> bool:
+        """Whether nothing but this block refers to the storage."""
+        return bool(torch._C._storage_Use_Count(self.storage._cdata) == 1)
+
+
+def spare_buffers(group: dist.ProcessGroup) -> Workspace:
+    """Return what a group keeps for exchanges in host memory that are given no workspace.
+
+    malloc keeps the smaller blocks that are freed, and returns the large ones to the system, whose
+    pages then cost more to get back than the exchange saves anywhere else. This keeps some of the
+    large ones too, as torch does on GPUs. It goes with the group.
+    """
+    spare = _SPARE.get(group)
+    if spare is None:
+        spare = _SPARE.setdefault(group, Workspace(limit_bytes=SPARE_BYTES))
+    return spare
+
+
+_SPARE: weakref.WeakKeyDictionary[dist.ProcessGroup, Workspace] = weakref.WeakKeyDictionary()

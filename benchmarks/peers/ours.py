@@ -1,4 +1,4 @@
-"""The exchanges of `ulysses_comm`, with kept and with fresh buffers."""
+"""The exchanges of `ulysses_comm`, with a workspace and without."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from ulysses_comm import (
 KEPT = "ours, kept"
 KEPT_FLAT = "ours, kept, flat"
 IN_PLACE = "ours, kept, in place"
-FRESH = "ours, fresh"
-FRESH_FLAT = "ours, fresh, flat"
+DEFAULT = "ours, no workspace"
+DEFAULT_FLAT = "ours, no workspace, flat"
 
 
 def ways() -> list[Way]:
@@ -46,9 +46,9 @@ def ways() -> list[Way]:
     return [
         Way(KEPT, QKV, scatter_heads(workspace)),
         Way(IN_PLACE, QKV, scatter_heads(workspace), "shards"),
-        Way(FRESH, QKV, scatter_heads(None)),
+        Way(DEFAULT, QKV, scatter_heads(None)),
         Way(KEPT, OUTPUT, scatter_seqlen(workspace, shards)),
         Way(KEPT_FLAT, OUTPUT, scatter_seqlen(workspace, flat)),
-        Way(FRESH, OUTPUT, scatter_seqlen(None, shards)),
-        Way(FRESH_FLAT, OUTPUT, scatter_seqlen(None, flat)),
+        Way(DEFAULT, OUTPUT, scatter_seqlen(None, shards)),
+        Way(DEFAULT_FLAT, OUTPUT, scatter_seqlen(None, flat)),
     ]

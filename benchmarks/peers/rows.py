@@ -17,8 +17,8 @@ _OUR_TOTALS = {
     ours.KEPT: (ours.KEPT, ours.KEPT),
     ours.KEPT_FLAT: (ours.KEPT, ours.KEPT_FLAT),
     ours.IN_PLACE: (ours.IN_PLACE, ours.KEPT),
-    ours.FRESH: (ours.FRESH, ours.FRESH),
-    ours.FRESH_FLAT: (ours.FRESH, ours.FRESH_FLAT),
+    ours.DEFAULT: (ours.DEFAULT, ours.DEFAULT),
+    ours.DEFAULT_FLAT: (ours.DEFAULT, ours.DEFAULT_FLAT),
 }
 OURS = tuple(_OUR_TOTALS)
 WRITTEN_HERE = (plain.BY_HAND, plain.PLAIN)
@@ -46,7 +46,7 @@ class PeerRow:
         cpu_us: Median of the CPU time that all ranks together spend.
         faults: Median of the page faults of all ranks together.
         to_kept: Median over the rounds of way / "ours, kept": above 1, ours is faster.
-        to_fresh: Median over the rounds of way / "ours, fresh".
+        to_default: Median over the rounds of way / "ours, no workspace".
         best_peer: The peer with the smallest median, None where no peer runs the case.
         cannot: Why a peer is not in the row.
         checked: How the results were verified.
@@ -68,7 +68,7 @@ class PeerRow:
     cpu_us: dict[str, float]
     faults: dict[str, float]
     to_kept: dict[str, float]
-    to_fresh: dict[str, float]
+    to_default: dict[str, float]
     best_peer: str | None
     cannot: dict[str, str]
     checked: str
@@ -123,7 +123,7 @@ def rows_of(
                 cpu_us={name: round(statistics.median(t), 1) for name, t in cpus.items()},
                 faults={name: statistics.median(taken) for name, taken in faulted.items()},
                 to_kept=_ratios(walls, ours.KEPT),
-                to_fresh=_ratios(walls, ours.FRESH),
+                to_default=_ratios(walls, ours.DEFAULT),
                 best_peer=min(peers, key=lambda name: medians[name], default=None),
                 cannot=cannot,
                 checked="every bit of every result and gradient on every rank, before the timing",
@@ -138,12 +138,12 @@ def summary(rows: Sequence[PeerRow]) -> tuple[list[str], list[list[str]]]:
     names = [*OURS[1:], *WRITTEN_HERE]
     names += list(dict.fromkeys(n for row in rows for n in row.us if n not in (*OURS, *names)))
     header = ["case", "ours, kept\nms", *(name.replace(", ", ",\n") for name in names)]
-    header += ["kept / best\npeer", "fresh / best\npeer"]
+    header += ["kept / best\npeer", "no workspace /\nbest peer"]
     cells = []
     for row in rows:
         line = [row.name, f"{row.us[ours.KEPT] / 1e3:.2f}"]
         line += [f"{row.to_kept[name]:.2f}" if name in row.to_kept else "" for name in names]
-        line += [_against_best(row, row.to_kept), _against_best(row, row.to_fresh)]
+        line += [_against_best(row, row.to_kept), _against_best(row, row.to_default)]
         cells.append(line)
     return header, cells
 

@@ -68,13 +68,13 @@ def test_every_way_of_ours_is_checked_and_timed(splits: tuple[int, ...], backwar
         ours.KEPT,
         ours.KEPT_FLAT,
         ours.IN_PLACE,
-        ours.FRESH,
-        ours.FRESH_FLAT,
+        ours.DEFAULT,
+        ours.DEFAULT_FLAT,
         plain.PLAIN,
         plain.BY_HAND,
     }
     assert all(row.rounds == 3 and row.best_peer is None for row in rows)
-    assert total.to_kept[ours.KEPT] == total.to_fresh[ours.FRESH] == 1.0
+    assert total.to_kept[ours.KEPT] == total.to_default[ours.DEFAULT] == 1.0
 
 
 def test_a_ratio_is_the_median_within_rounds_and_the_slowest_rank_counts() -> None:
@@ -82,8 +82,8 @@ def test_a_ratio_is_the_median_within_rounds_and_the_slowest_rank_counts() -> No
         return Sample(list(wall), [1.0] * len(wall), [0.0] * len(wall))
 
     names = {
-        QKV: [ours.KEPT, ours.IN_PLACE, ours.FRESH],
-        OUTPUT: [ours.KEPT, ours.KEPT_FLAT, ours.FRESH, ours.FRESH_FLAT],
+        QKV: [ours.KEPT, ours.IN_PLACE, ours.DEFAULT],
+        OUTPUT: [ours.KEPT, ours.KEPT_FLAT, ours.DEFAULT, ours.DEFAULT_FLAT],
     }
     first = {(e, name): sample(1.0, 10.0, 100.0) for e in names for name in names[e]}
     second = {key: sample(1.0, 1.0, 1.0) for key in first}
