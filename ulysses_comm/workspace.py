@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from ulysses_comm.layout import whole_number
 from ulysses_comm.memory import empty_aligned, tensor_at
 
 # What a group keeps for exchanges without a workspace: enough for both directions of a layer whose
@@ -39,11 +40,22 @@ class Workspace:
         Args:
             limit_bytes: Keep no more than this, and let go of what was unused for longest first;
                 for loops whose lengths keep changing. None keeps all.
+
+        Raises:
+            ValueError: If the limit is negative or not a whole number.
         """
+        if limit_bytes is not None:
+            limit_bytes = whole_number("limit_bytes", limit_bytes)
+            if limit_bytes < 0:
+                raise ValueError(f"limit_bytes={limit_bytes}: expected zero bytes or more.")
         self.allocations = 0
         self._limit = limit_bytes
         self._kept: list[_Block] = []  # least recently handed out first
         self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[Callable[[int | None], Workspace], tuple[int | None]]:
+        """Copy and pickle as an empty workspace of the same limit, as what holds one may need."""
+        return _empty_workspace, (self._limit,)
 
     def take(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str
@@ -98,6 +110,10 @@ class Workspace:
             else:
                 index += 1
         return self.nbytes <= limit
+
+
+def _empty_workspace(limit_bytes: int | None) -> Workspace:
+    return Workspace(limit_bytes=limit_bytes)
 
 
 class _Block(NamedTuple):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -113,3 +117,26 @@ def test_the_kernel_takes_the_wish() -> None:
         elif inside and name == "VmFlags:":
             flags = rest.split()
     assert "hg" in flags, "the mapping is not marked for huge pages"
+
+
+def sent_to_another_process(workspace: Workspace) -> Workspace:
+    received: Workspace = pickle.loads(pickle.dumps(workspace))
+    return received
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, sent_to_another_process])
+def test_a_copied_workspace_is_empty(duplicate: Callable[[Workspace], Workspace]) -> None:
+    """Whatever holds one, a module as a rule, can be copied and sent to another process."""
+    workspace = Workspace(limit_bytes=100)
+    workspace.take((10,), torch.float32, "cpu")
+    copied = duplicate(workspace)
+    assert (copied.nbytes, copied.allocations, workspace.nbytes) == (0, 0, 40)
+    copied.take((20,), torch.float32, "cpu")
+    copied.take((15,), torch.float32, "cpu")
+    assert copied.nbytes == 60, "the limit holds for it too"
+
+
+@pytest.mark.parametrize("limit", [-1, 1.5, "100", True])
+def test_a_limit_that_is_none_is_refused(limit: Any) -> None:
+    with pytest.raises(ValueError, match="limit_bytes"):
+        Workspace(limit_bytes=limit)
