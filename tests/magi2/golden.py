@@ -26,6 +26,9 @@ from magi2.modules.sequence import SequenceDispatcher
 
 FOLDER = Path(os.environ.get("MAGI2_GOLDEN_DIR", Path(__file__).parents[1] / "golden"))
 
+# Laid out as released checkpoints, whatever their names.
+CHECKPOINTS = sorted(path.parent for path in FOLDER.glob("*/config.json"))
+
 # Beyond each file's own allclose tolerance: root mean square of the difference over that of the
 # expected tensor. Two right float32 implementations differ by summation order only.
 MODULE_RELATIVE_RMS = 1e-5

@@ -15,7 +15,7 @@ from magi2.checkpoint.shard_file import ShardFile
 from magi2.config import Magi2Config
 from magi2.initialise import random_state_dict
 from magi2.transformer import Magi2Transformer
-from tests.magi2.golden import FOLDER
+from tests.magi2.golden import CHECKPOINTS
 from tests.magi2.live_memory import resident_bytes
 
 CONFIG = presets.tiny_uneven()
@@ -70,8 +70,8 @@ def test_shards_are_read_and_written_as_safetensors_does(saved, weights):
             assert torch.equal(ShardFile(saved / file).read(name), tensor)
 
 
-def test_a_checkpoint_made_elsewhere_round_trips(tmp_path):
-    folder = FOLDER / "tiny_model"
+@pytest.mark.parametrize("folder", CHECKPOINTS, ids=lambda folder: folder.name)
+def test_a_checkpoint_made_elsewhere_round_trips(folder, tmp_path):
     config = Magi2Config.from_file(folder / "config.json")
     model = Magi2Transformer(config, device="meta")
     load_checkpoint(model, folder)

@@ -9,7 +9,7 @@ import torch
 
 from magi2 import presets
 from magi2.config import Magi2Config
-from tests.magi2.golden import FOLDER
+from tests.magi2.golden import CHECKPOINTS
 
 PRESETS = [presets.preview, presets.tiny, presets.tiny_uneven]
 
@@ -43,9 +43,15 @@ def test_released_document_loads_with_its_other_sections(tmp_path):
     assert Magi2Config.from_file(path) == presets.preview()
 
 
-def test_golden_checkpoint_configuration_loads():
-    config = Magi2Config.from_file(FOLDER / "tiny_model" / "config.json")
-    assert config.num_heads == config.to_dict()["arch_config"]["num_query_groups"]
+@pytest.mark.parametrize("folder", CHECKPOINTS, ids=lambda folder: folder.name)
+def test_golden_checkpoint_configuration_loads(folder):
+    config = Magi2Config.from_file(folder / "config.json")
+    document = json.loads((folder / "config.json").read_text())
+    given = document.get("arch_config", document)
+    written = config.to_dict()["arch_config"]
+    assert {key: written[key] for key in given if key in written} == {
+        key: value for key, value in given.items() if key in written
+    }
 
 
 @pytest.mark.parametrize(

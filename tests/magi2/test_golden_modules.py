@@ -236,7 +236,8 @@ def test_bfloat16_model_matches_the_reference(golden, route_sum):
 @golden_files("model_.*_bf16")
 def test_bfloat16_layers_match_the_reference_one_by_one(golden):
     # Each layer from the reference's own input: what differs is then a layer's, and not the
-    # growth of one rounding through the layers before it. Measured: most layers bit-equal.
+    # growth of one rounding through the layers before it. Measured: two layers of four bit-equal,
+    # the others at 8e-4 or less with 98 % or more of their numbers equal.
     model = load_model(golden)
     plan = model.plan(*model_inputs(golden)[1:4])
     time = golden["in.time_token_sequence"]
@@ -245,8 +246,8 @@ def test_bfloat16_layers_match_the_reference_one_by_one(golden):
         stacked = plan.order.group(streams).unflatten(1, (model.config.num_streams, -1))
         result = plan.order.ungroup(layer(stacked, plan).flatten(1))
         streams = golden[f"mid.layer{number}.out"]
-        assert rms_error(result, streams) <= 2e-3, number
-        assert (result == streams).float().mean() >= 0.97, number
+        assert rms_error(result, streams) <= 5e-3, number
+        assert (result == streams).float().mean() >= 0.95, number
 
 
 @pytest.mark.gpu
