@@ -1,6 +1,6 @@
 """Ulysses sequence parallelism: exchanges, head shards and ranks inside one process."""
 
-from ulysses_comm.agreement import RankDisagreementError
+from ulysses_comm.agreement import Agreement, RankDisagreementError
 from ulysses_comm.attention import UlyssesAttention
 from ulysses_comm.bootstrap import init_distributed
 from ulysses_comm.exchange import (
@@ -57,6 +57,7 @@ __all__ = [
     "LONE_RANK",
     "PER_HEAD_ARGUMENTS",
     "AbortedError",
+    "Agreement",
     "AsyncMisuseError",
     "CostModel",
     "DeadlockError",

@@ -7,12 +7,13 @@ that made the group, so it needs no collective, names the ranks, and ends in tim
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,50 @@ class RankDisagreementError(RuntimeError):
     """Ranks mean different exchanges, or one is missing; every rank gets the same text."""
 
 
+class Agreement:
+    """Compares each layout once: pass one object as `validate=` to all exchanges of a loop.
+
+    The first exchange of a layout (function, split sizes, heads, dtypes) is compared as with
+    `validate=True`; from then on it goes ahead without asking, on every rank: what the ranks have
+    agreed on stands in the group's store, so a rank whose object is new, or that cleared it, finds
+    it there instead of waiting for ranks that no longer ask. A steady loop pays a look-up.
+
+    What it gives up: a rank that alone turns to a layout not agreed on yet gets its error in time,
+    while ranks that turn to one they know are in the collective already, and end by the group's own
+    timeout or when that rank goes. `validate=True` stops all of them before data moves.
+
+    Args:
+        timeout: How long to wait for the other ranks.
+    """
+
+    def __init__(self, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+        self.timeout = timeout
+        self._agreed: set[tuple[str, str]] = set()
+
+    def knows(self, group: dist.ProcessGroup, layout: str) -> bool:
+        """Whether the ranks of the group have agreed on a layout before."""
+        known = (group.group_name, layout)
+        if known not in self._agreed:
+            if not group.get_group_store().check([_agreed_key(layout)]):
+                return False
+            self._agreed.add(known)
+        return True
+
+    def remember(self, group: dist.ProcessGroup, layout: str) -> None:
+        """Note for every rank, present or future, that all have agreed on a layout."""
+        group.get_group_store().set(_agreed_key(layout), "1")
+        self._agreed.add((group.group_name, layout))
+
+    def clear(self) -> None:
+        """Forget what this rank has seen; the group's store still knows."""
+        self._agreed.clear()
+
+
+Validate: TypeAlias = "bool | timedelta | Agreement"
+"""Whether ranks compare what they mean to exchange: never, at every call (a timedelta sets how long
+to wait for the others), or once for each layout (an `Agreement`)."""
+
+
 class Checked(Protocol):
     """A checked call that can say what all ranks must have in common."""
 
@@ -40,21 +85,23 @@ CheckedT = TypeVar("CheckedT", bound=Checked)
 
 
 def agree(
-    check: Callable[[], CheckedT], group: dist.ProcessGroup | None, validate: bool | timedelta
+    check: Callable[[], CheckedT], group: dist.ProcessGroup | None, validate: Validate
 ) -> CheckedT:
     """Run this rank's own check and, if asked to, compare its outcome with the other ranks'.
 
     Args:
         check: Checks the arguments of one exchange on this rank; ValueError for bad input.
         group: The ranks of the exchange; None for a lone rank.
-        validate: Whether to compare; a timedelta says how long to wait for the others.
+        validate: Whether to compare.
 
     Returns:
         What `check` returned.
 
     Raises:
-        ValueError: From `check`; the other ranks are told, and raise `RankDisagreementError`.
-        RankDisagreementError: If ranks disagree, or one refused its input or did not arrive.
+        ValueError: From `check`; the other ranks are told, and raise `RankDisagreementError`. Also
+            if validate is none of its kinds, or is asked for inside torch.compile.
+        RankDisagreementError: If ranks disagree, or one refused its input or did not arrive. After
+            a missing rank the checks of the group are out of step: end the run.
 
     Without `validate` this costs nothing but the check.
     """
@@ -63,21 +110,44 @@ def agree(
         return check()
     try:
         checked = check()
-    except ValueError as error:
-        _post(group, {"refused": str(error)})
+        facts = checked.facts()
+        layout = json.dumps(facts)
+    except Exception as error:
+        _post(group, json.dumps({"refused": f"{type(error).__name__}: {error}"}))
         raise
-    _compare(group, checked.facts(), timeout)
+    if not isinstance(validate, Agreement):
+        _compare(group, str(facts["exchange"]), layout, timeout)
+    elif not validate.knows(group, layout):
+        _compare(group, str(facts["exchange"]), layout, timeout)
+        validate.remember(group, layout)
     return checked
 
 
-def _timeout(validate: bool | timedelta) -> timedelta | None:
+def _timeout(validate: Validate) -> timedelta | None:
+    """Return how long to wait for the other ranks; None to ask nothing."""
+    if validate is False:
+        return None if torch.compiler.is_compiling() or not _switched_on() else DEFAULT_TIMEOUT
+    if not isinstance(validate, bool | timedelta | Agreement):
+        raise ValueError(
+            f"validate={validate!r}: expected True, False, a datetime.timedelta or an Agreement."
+        )
+    if torch.compiler.is_compiling():
+        raise ValueError(
+            "validate cannot ask the other ranks from inside torch.compile: leave it out there, or "
+            "call the exchange outside the compiled region."
+        )
     if isinstance(validate, timedelta):
         return validate
-    if validate:
-        return DEFAULT_TIMEOUT
-    if torch.compiler.is_compiling():
-        return None
-    return DEFAULT_TIMEOUT if os.environ.get(ENVIRONMENT_SWITCH, "0") not in ("", "0") else None
+    return validate.timeout if isinstance(validate, Agreement) else DEFAULT_TIMEOUT
+
+
+def _switched_on() -> bool:
+    value = os.environ.get(ENVIRONMENT_SWITCH, "").lower()
+    if value in ("", "0", "false", "no", "off"):
+        return False
+    if value in ("1", "true", "yes", "on"):
+        return True
+    raise ValueError(f"{ENVIRONMENT_SWITCH}={value!r} in the environment: expected 1 or 0.")
 
 
 _PREFIX = "ulysses_comm/agreement"
@@ -87,26 +157,30 @@ def _key(call: int, rank: int) -> str:
     return f"{_PREFIX}/{call}/{rank}"
 
 
-def _post(group: dist.ProcessGroup, facts: dict[str, object]) -> int:
+def _agreed_key(layout: str) -> str:
+    return f"{_PREFIX}/agreed/{hashlib.sha256(layout.encode()).hexdigest()}"
+
+
+def _post(group: dist.ProcessGroup, text: str) -> int:
     """Publish this rank's facts; return how many calls of this group it has published."""
     store = group.get_group_store()
-    # The count lives in the store, so that this package keeps no state of its own.
+    # The count lives in the store, so that all checked calls of a group share it.
     call: int = store.add(f"{_PREFIX}/calls/{group.rank()}", 1)
-    store.set(_key(call, group.rank()), json.dumps(facts))
+    store.set(_key(call, group.rank()), text)
     return call
 
 
-def _compare(group: dist.ProcessGroup, facts: dict[str, object], timeout: timedelta) -> None:
-    call = _post(group, facts)
+def _compare(group: dist.ProcessGroup, exchange: str, text: str, timeout: timedelta) -> None:
+    call = _post(group, text)
     posted = _collect(group, call, timeout)
     missing = [rank for rank, text in enumerate(posted) if text is None]
     complaint = ""
     if missing:
         complaint = (
-            f"{facts['exchange']}, call {call} that is checked in this group: {_ranks(missing)} of "
+            f"{exchange}, call {call} that is checked in this group: {_ranks(missing)} of "
             f"{group.size()} did not arrive within {timeout.total_seconds():g} s. A rank raised, "
-            "left early, or went to something else; nothing was sent. If it is only slow, pass "
-            "validate=timedelta(...)."
+            "left early, went to something else, or knew its layout from before (Agreement); "
+            "nothing was sent from here. If it is only slow, pass validate=timedelta(...)."
         )
     else:
         _raise_if_different(call, posted)

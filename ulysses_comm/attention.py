@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from typing import Any, Literal, TypeAlias
 
 import torch
 
+from ulysses_comm.agreement import Validate
 from ulysses_comm.attention_call import AttentionCall, Joint, check_call
 from ulysses_comm.group import Group
 from ulysses_comm.layout import promoted_dtype, whole_number
@@ -47,7 +47,7 @@ class UlyssesAttention(torch.nn.Module):
         keep_dtypes: bool = False,
         chunks: int = 1,
         workspace: Workspace | None = None,
-        validate: bool | timedelta = False,
+        validate: Validate = False,
     ) -> None:
         """Wrap an attention function or module.
 

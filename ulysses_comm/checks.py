@@ -167,6 +167,8 @@ def check_out(
             "out cannot be used inside torch.compile, which plans memory itself: leave it out, or "
             "call the exchange outside the compiled region."
         )
+    if not isinstance(out, torch.Tensor):
+        raise ValueError(f"out is a {type(out).__name__}: expected a tensor of shape {shape}.")
     if tuple(out.shape) != shape or out.dtype != dtype or out.device != inputs[0].device:
         raise ValueError(
             f"out is {tuple(out.shape)} {out.dtype} on {out.device}: expected {shape} {dtype} on "
@@ -277,6 +279,12 @@ def _output_splits(
 
 
 def _check_one_for_each(head_splits: Sequence[HeadSplit], tensors: Sequence[torch.Tensor]) -> None:
+    if isinstance(head_splits, HeadSplit) or not all(
+        isinstance(split, HeadSplit) for split in head_splits
+    ):
+        raise ValueError(
+            f"head_splits={head_splits!r}: expected a list of HeadSplit, one for each tensor."
+        )
     if len(head_splits) != len(tensors):
         raise ValueError(
             f"head_splits has {len(head_splits)} entries for {len(tensors)} tensors: expected one "

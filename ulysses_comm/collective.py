@@ -52,6 +52,8 @@ def start_all_to_all(
         async_op: Return the work under way instead of waiting for it.
     """
     if send.dtype not in _WIRE_DTYPES:
+        if send.dim() == 1:  # the counts are of elements, and have to stay so
+            send, receive = send.unsqueeze(-1), receive.unsqueeze(-1)
         send, receive = send.view(torch.uint8), receive.view(torch.uint8)
     work: dist.Work | None = dist.all_to_all_single(
         receive, send, output_rows, input_rows, group=group, async_op=async_op

@@ -10,10 +10,10 @@ Source: DeepSpeed-Ulysses, arXiv:2309.14509.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
 
 import torch
 
+from ulysses_comm.agreement import Validate
 from ulysses_comm.group import Group
 from ulysses_comm.head_split import HeadSplit
 from ulysses_comm.launch import (
@@ -32,7 +32,7 @@ def scatter_heads_gather_seqlen(
     *,
     head_splits: Sequence[HeadSplit] | None = None,
     keep_dtypes: bool = False,
-    validate: bool | timedelta = False,
+    validate: Validate = False,
     workspace: Workspace | None = None,
     out: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
@@ -49,9 +49,10 @@ def scatter_heads_gather_seqlen(
             world_size then has to divide. `split_query_groups` makes them for grouped queries.
         keep_dtypes: Send the bytes of each input as they are, still in one collective, and give
             each result its input's dtype, instead of promoting all. head_dim may then differ.
-        validate: Let the ranks compare what they mean to exchange before anything is sent; a
-            timedelta sets how long to wait for them. Needs no collective; costs a few round trips
-            to the group's store. The environment's ULYSSES_COMM_VALIDATE=1 turns it on everywhere.
+        validate: Let the ranks compare what they mean to exchange before anything is sent: True at
+            every call, a timedelta to set how long to wait, an `Agreement` once for each layout.
+            Needs no collective; costs a few round trips to the group's store. The environment's
+            ULYSSES_COMM_VALIDATE=1 turns it on everywhere.
         workspace: Where to take the send and receive buffers from, in backward too; None
             allocates them.
         out: The receive buffer to use: (seqlen, heads of this rank over all inputs, head_dim),
@@ -91,7 +92,7 @@ def start_scatter_heads_gather_seqlen(
     *,
     head_splits: Sequence[HeadSplit] | None = None,
     keep_dtypes: bool = False,
-    validate: bool | timedelta = False,
+    validate: Validate = False,
     workspace: Workspace | None = None,
     out: torch.Tensor | None = None,
 ) -> Pending[list[torch.Tensor]]:
@@ -117,7 +118,7 @@ def scatter_seqlen_gather_head_shards(
     split_sizes: Sequence[int],
     group: Group,
     *,
-    validate: bool | timedelta = False,
+    validate: Validate = False,
     workspace: Workspace | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -162,7 +163,7 @@ def start_scatter_seqlen_gather_head_shards(
     split_sizes: Sequence[int],
     group: Group,
     *,
-    validate: bool | timedelta = False,
+    validate: Validate = False,
     workspace: Workspace | None = None,
     out: torch.Tensor | None = None,
 ) -> Pending[torch.Tensor]:
@@ -189,7 +190,7 @@ def scatter_seqlen_gather_heads(
     group: Group,
     *,
     head_split: HeadSplit | None = None,
-    validate: bool | timedelta = False,
+    validate: Validate = False,
     workspace: Workspace | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -236,7 +237,7 @@ def start_scatter_seqlen_gather_heads(
     group: Group,
     *,
     head_split: HeadSplit | None = None,
-    validate: bool | timedelta = False,
+    validate: Validate = False,
     workspace: Workspace | None = None,
     out: torch.Tensor | None = None,
 ) -> Pending[torch.Tensor]:
@@ -264,7 +265,7 @@ def scatter_seqlen_gather_heads_each(
     *,
     head_splits: Sequence[HeadSplit] | None = None,
     keep_dtypes: bool = False,
-    validate: bool | timedelta = False,
+    validate: Validate = False,
     workspace: Workspace | None = None,
     out: Sequence[torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
@@ -316,7 +317,7 @@ def start_scatter_seqlen_gather_heads_each(
     *,
     head_splits: Sequence[HeadSplit] | None = None,
     keep_dtypes: bool = False,
-    validate: bool | timedelta = False,
+    validate: Validate = False,
     workspace: Workspace | None = None,
     out: Sequence[torch.Tensor] | None = None,
 ) -> Pending[list[torch.Tensor]]:

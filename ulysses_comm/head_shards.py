@@ -9,7 +9,7 @@ that rank r owns.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -23,6 +23,7 @@ from ulysses_comm.layout import (
     check_tensors,
     promoted_dtype,
     violated,
+    whole_number,
 )
 from ulysses_comm.memory import empty_buffer
 from ulysses_comm.tiling import head_shards_buffer
@@ -49,7 +50,7 @@ def pack_head_shards(tensors: Sequence[torch.Tensor], world_size: int) -> list[t
     One copy of each input. Under `torch.compile` the pack is one concatenation, which the compiler
     fuses into what produces the inputs, so that they are stored in send order to begin with.
     """
-    tensors = check_tensors(tensors)
+    tensors, world_size = check_tensors(tensors), _check_world_size(world_size)
     if not tensors:
         return []
     for index, tensor in enumerate(tensors):
@@ -91,8 +92,12 @@ def empty_head_shards(
     Raises:
         ValueError: If a count is out of range.
     """
-    if world_size < 1:
-        raise ValueError(f"world_size={world_size}: expected one rank or more.")
+    world_size = _check_world_size(world_size)
+    if not isinstance(head_counts, Iterable):
+        raise ValueError(f"head_counts={head_counts!r}: expected a sequence, one for each view.")
+    head_counts = [whole_number("head_counts", count) for count in head_counts]
+    local_tokens = whole_number("local_tokens", local_tokens)
+    head_dim = whole_number("head_dim", head_dim)
     if local_tokens < 0 or head_dim < 1 or any(count < 1 for count in head_counts):
         raise ValueError(
             f"local_tokens={local_tokens}, head_counts={list(head_counts)}, head_dim={head_dim}: "
@@ -119,7 +124,16 @@ def as_send_buffer(views: Sequence[torch.Tensor], world_size: int) -> torch.Tens
 
     No copy, no side effect.
     """
-    if not views or torch.compiler.is_compiling() or is_tracked(views):
+    if isinstance(views, torch.Tensor):
+        raise ValueError(
+            f"views is one tensor of shape {tuple(views.shape)}: expected a list of head shards."
+        )
+    views = list(views)
+    if not views or torch.compiler.is_compiling():
+        return None
+    if not all(isinstance(view, torch.Tensor) and view.layout == torch.strided for view in views):
+        return None
+    if is_tracked(views):
         return None
     return head_shards_buffer(views, world_size)
 
@@ -132,10 +146,11 @@ def flatten_head_shards(view: torch.Tensor) -> torch.Tensor:
     Raises:
         ValueError: If the view is not 4-D.
     """
-    if view.dim() != 4:
+    if not isinstance(view, torch.Tensor) or view.dim() != 4:
+        given = tuple(view.shape) if isinstance(view, torch.Tensor) else type(view).__name__
         raise ValueError(
-            f"view has shape {tuple(view.shape)}: expected head shards of 4 dimensions (tokens, "
-            "world_size, heads per rank, head_dim)."
+            f"view is {given}: expected head shards of 4 dimensions (tokens, world_size, heads per "
+            "rank, head_dim)."
         )
     tokens, world_size, heads, head_dim = view.shape
     if torch.compiler.is_compiling() or is_tracked([view]) or flattens_as_view(view):
@@ -165,7 +180,11 @@ def pin_head_layout(
         ValueError: If shard_count does not divide num_heads, or the shape contradicts num_heads or
             head_dim; under `torch.compile` the latter is torch's RuntimeError.
     """
-    if shard_count is not None and num_heads % shard_count:
+    if tensor.dim() < 2:
+        raise ValueError(
+            f"tensor has shape {tuple(tensor.shape)}: expected (tokens, ..., {head_dim})."
+        )
+    if shard_count is not None and (shard_count < 1 or num_heads % shard_count):
         raise ValueError(
             f"num_heads={num_heads} does not split into shard_count={shard_count} shards: expected "
             f"a multiple of {shard_count}."
@@ -184,6 +203,13 @@ def pin_head_layout(
     torch._check(fits_num_heads)
     if shard_count is not None and tensor.dim() == 4 and tensor.shape[1] == shard_count:
         torch._check(tensor.shape[2] == num_heads // shard_count)
+
+
+def _check_world_size(world_size: int) -> int:
+    world_size = whole_number("world_size", world_size)
+    if world_size < 1:
+        raise ValueError(f"world_size={world_size}: expected one rank or more.")
+    return world_size
 
 
 def _split_send_buffer(buffer: torch.Tensor, head_counts: Sequence[int]) -> list[torch.Tensor]:
@@ -209,6 +235,4 @@ def _check_packable(name: str, tensor: torch.Tensor, first: torch.Tensor, world_
             f"{name} has {tensor.shape[0]} tokens on {tensor.device}, tensors[0] has "
             f"{first.shape[0]} on {first.device}: expected the same tokens on the same device."
         )
-    if world_size < 1:
-        raise ValueError(f"world_size={world_size}: expected one rank or more.")
     check_heads_divide(f"{name} of shape {tuple(tensor.shape)}", tensor.shape[1], world_size)

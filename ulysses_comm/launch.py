@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
 
 import torch
 
-from ulysses_comm.agreement import agree
+from ulysses_comm.agreement import Validate, agree
 from ulysses_comm.autograd import is_own_pack, track_scatter_heads, track_scatter_seqlen
 from ulysses_comm.checks import (
     HeadScatter,
@@ -43,7 +42,7 @@ def launch_scatter_heads(
     *,
     head_splits: Sequence[HeadSplit] | None,
     keep_dtypes: bool,
-    validate: bool | timedelta,
+    validate: Validate,
     workspace: Workspace | None,
     out: torch.Tensor | None,
     async_op: bool,
@@ -90,7 +89,7 @@ def launch_scatter_seqlen(
     *,
     head_split: HeadSplit | None,
     as_shards: bool,
-    validate: bool | timedelta,
+    validate: Validate,
     workspace: Workspace | None,
     out: torch.Tensor | None,
     async_op: bool,
@@ -119,7 +118,7 @@ def launch_scatter_seqlen_each(
     head_splits: Sequence[HeadSplit] | None,
     keep_dtypes: bool,
     as_shards: bool,
-    validate: bool | timedelta,
+    validate: Validate,
     workspace: Workspace | None,
     out: Sequence[torch.Tensor] | None,
     async_op: bool,

@@ -54,10 +54,15 @@ def check_split_sizes(split_sizes: Sequence[int] | torch.Tensor, world_size: int
         ValueError: If it has another length, a negative entry, or one that is not a whole number.
     """
     if isinstance(split_sizes, torch.Tensor):
-        if split_sizes.dim() != 1 or split_sizes.dtype != torch.int64:
+        if (
+            split_sizes.dim() != 1
+            or split_sizes.dtype != torch.int64
+            or (split_sizes.is_meta and not torch.compiler.is_compiling())
+        ):
             raise ValueError(
                 f"split_sizes is a tensor of shape {tuple(split_sizes.shape)} and "
-                f"{split_sizes.dtype}: expected a list, or int64 of shape ({world_size},)."
+                f"{split_sizes.dtype} on {split_sizes.device}: expected a list, or int64 of shape "
+                f"({world_size},) with values."
             )
         split_sizes = split_sizes.tolist()
     # Sets and mappings have lengths too, but no order of ranks.
@@ -133,6 +138,11 @@ def check_tensors(tensors: Sequence[torch.Tensor], name: str = "tensors[{}]") ->
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(
                 f"{name.format(index)} is a {type(tensor).__name__}: expected a torch.Tensor."
+            )
+        if hasattr(tensor, "to_local"):  # a DTensor; not imported for this, it is a large import
+            raise ValueError(
+                f"{name.format(index)} is a {type(tensor).__name__}: expected this rank's own "
+                "tensor. Pass its to_local()."
             )
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
             kind = "nested" if tensor.is_nested else str(tensor.layout)

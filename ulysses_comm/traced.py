@@ -17,6 +17,7 @@ import torch
 from ulysses_comm.byte_exchange import scatter_heads_bytes, scatter_seqlen_bytes
 from ulysses_comm.collective import all_to_all_rows
 from ulysses_comm.head_split import HeadSplit
+from ulysses_comm.layout import summing_dtype
 from ulysses_comm.transfer import Route
 from ulysses_comm.wire import Wire
 
@@ -134,7 +135,7 @@ def _sum_shares(
     parts: Sequence[torch.Tensor], split: HeadSplit, dtype: torch.dtype
 ) -> torch.Tensor:
     """Add up the shares of heads that several ranks own, in rank order, rounded once."""
-    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    wide = summing_dtype(dtype)
     padded = [
         torch.nn.functional.pad(part.to(wide), (0, 0, start, split.num_heads - stop))
         for part, (start, stop) in zip(parts, split.ranges, strict=True)

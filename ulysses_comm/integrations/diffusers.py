@@ -16,12 +16,12 @@ import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
 
+from ulysses_comm.agreement import Validate
 from ulysses_comm.attention import UlyssesAttention
 from ulysses_comm.group import Group, rank_and_world_size, resolve_group
 from ulysses_comm.sequence import LossRule, SequenceDispatcher
@@ -104,7 +104,7 @@ def parallelize(
     loss: LossRule | None = None,
     chunks: int = 1,
     workspace: Workspace | None = None,
-    validate: bool | timedelta = False,
+    validate: Validate = False,
 ) -> ShardedTransformer:
     """Let a diffusers transformer share its tokens with the ranks of a group.
 
@@ -235,7 +235,7 @@ class _Attention:
         loss: LossRule | None,
         chunks: int,
         workspace: Workspace | None,
-        validate: bool | timedelta,
+        validate: Validate,
     ) -> None:
         self.split_sizes: list[int] | None = None
         self._group = group

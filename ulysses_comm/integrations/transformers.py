@@ -14,11 +14,11 @@ import copy
 import inspect
 import uuid
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
 
+from ulysses_comm.agreement import Validate
 from ulysses_comm.attention import UlyssesAttention
 from ulysses_comm.group import Group, rank_and_world_size, resolve_group
 from ulysses_comm.integrations.transformers_functions import (
@@ -51,7 +51,7 @@ def parallelize(
     per_head: Mapping[str, Rule | None] | None = None,
     chunks: int = 1,
     workspace: Workspace | None = None,
-    validate: bool | timedelta = False,
+    validate: Validate = False,
 ) -> SequenceParallel:
     """Let a model attend over a sequence that the ranks of a group share.
 
@@ -104,7 +104,7 @@ class SequenceParallel:
         per_head: Mapping[str, Rule | None] | None = None,
         chunks: int = 1,
         workspace: Workspace | None = None,
-        validate: bool | timedelta = False,
+        validate: Validate = False,
     ) -> None:
         self.model: Any = model
         self.group = group
