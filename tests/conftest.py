@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+# One thread for each process, here and in every process that a test starts: ranks and workers
+# outnumber the cores, and what torch's attention rounds depends on how threads share its heads.
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
 
 try:
     from hypothesis import HealthCheck, settings
