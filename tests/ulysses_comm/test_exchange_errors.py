@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from tests.cases import HEAD_DIM
 from tests.spy import SpyGroup
@@ -17,6 +19,7 @@ from ulysses_comm import (
     scatter_seqlen_gather_head_shards,
     scatter_seqlen_gather_heads,
     simulate,
+    simulate_world,
 )
 
 WORLD, RANK, SPLITS = 4, 1, [5, 4, 3, 2]
@@ -168,3 +171,19 @@ def test_nested_tensors_are_refused() -> None:
     assert_refused(
         lambda group: scatter_heads_gather_seqlen([nested], SPLITS, group), ["tensors[0]", "nested"]
     )
+
+
+def test_distributed_tensors_are_refused() -> None:
+    """They have no memory of their own: torch failed in the pack, or where the data is sent."""
+
+    def program() -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        for call, shape in (
+            (lambda t: scatter_heads_gather_seqlen([t], [4, 4], mesh), (4, 8, 16)),
+            (lambda t: scatter_seqlen_gather_heads(t, [4, 4], mesh), (8, 4, 16)),
+            (lambda t: scatter_seqlen_gather_head_shards(t, [4, 4], mesh), (8, 4, 16)),
+        ):
+            with pytest.raises(ValueError, match=r"is a DTensor: expected .* to_local\(\)"):
+                call(DTensor.from_local(local(*shape), mesh))
+
+    assert len(simulate_world(2, program).traffic.select("all_to_all_single")) == 0
