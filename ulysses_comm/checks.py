@@ -47,7 +47,7 @@ class HeadScatter:
         return {
             "exchange": "scatter_heads_gather_seqlen",
             "split_sizes": self.split_sizes,
-            **_wire_facts(self.wire),
+            **_wire_facts(self.inputs, self.wire),
         }
 
 
@@ -70,7 +70,7 @@ class SeqlenScatter:
         return {
             "exchange": "scatter_seqlen",
             "split_sizes": self.split_sizes,
-            **_wire_facts(self.wire),
+            **_wire_facts(self.inputs, self.wire),
         }
 
 
@@ -217,10 +217,13 @@ def _check_at_run_time(
         check_tokens(split_sizes, [tensor.shape[0] for tensor in tensors], rank)
 
 
-def _wire_facts(wire: Wire | None) -> dict[str, object]:
+def _wire_facts(inputs: Sequence[torch.Tensor], wire: Wire | None) -> dict[str, object]:
     if wire is None:
         return {"inputs": 0}
     return {
+        "device": inputs[0].device.type,
+        # A rank that goes backward alone waits there for the others.
+        "tracked by autograd": is_tracked(inputs),
         "heads per rank": [
             split.counts[0] if split.is_even else list(split.ranges) for split in wire.splits
         ],

@@ -14,6 +14,7 @@ from tests.spy import SpyGroup
 from ulysses_comm import (
     Agreement,
     DeadlockError,
+    RankDisagreementError,
     scatter_heads_gather_seqlen,
     scatter_seqlen_gather_heads,
     simulate,
@@ -191,3 +192,18 @@ def test_any_error_of_one_rank_is_told_and_leaves_the_checks_in_step() -> None:
         assert (
             "rank 1 refused its own input: TypeError: counting is broken" in outcomes[rank].result
         )
+
+
+@pytest.mark.parametrize("fact", ["tracked by autograd", "device"])
+def test_what_would_part_the_ranks_later_is_compared_too(fact: str) -> None:
+    """One rank alone would go backward, or send from where the others do not receive."""
+
+    def step(group: Any) -> None:
+        odd = group.rank() == 1
+        device = "meta" if odd and fact == "device" else "cpu"
+        mine = torch.ones(SPLITS[group.rank()], WORLD, 4, device=device)
+        mine.requires_grad_(odd and fact == "tracked by autograd")
+        scatter_heads_gather_seqlen([mine], SPLITS, group, validate=True)
+
+    with pytest.raises(RankDisagreementError, match=f"{fact}: .* on ranks 0, 2, .* on rank 1"):
+        simulate(WORLD, step)
