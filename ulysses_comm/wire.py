@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -83,6 +83,10 @@ class Wire:
         dtype: Of the buffers: the inputs' own if they share one dtype and head_dim, else bytes.
         offsets: First element of each input in the row of each rank, [rank][input].
         row_sizes: Elements in the row of each rank.
+        is_uniform: Whether all inputs share one dtype and head_dim, so that buffers have heads.
+        is_even: Whether every rank owns equally many heads of each input, none of them shared.
+        rows_are_alike: Whether the rows of all ranks have the same length, so that tokens can be
+            counted.
     """
 
     dtypes: tuple[torch.dtype, ...]
@@ -91,26 +95,15 @@ class Wire:
     dtype: torch.dtype
     offsets: tuple[tuple[int, ...], ...]
     row_sizes: tuple[int, ...]
+    # These follow from the others; every exchange asks for them, so they are worked out once.
+    is_uniform: bool = field(compare=False)
+    is_even: bool = field(compare=False)
+    rows_are_alike: bool = field(compare=False)
 
     @property
     def world_size(self) -> int:
         """Ranks of the exchange."""
         return len(self.row_sizes)
-
-    @property
-    def is_uniform(self) -> bool:
-        """Whether all inputs share one dtype and head_dim, so that buffers have heads."""
-        return len(set(self.dtypes)) == 1 and len(set(self.head_dims)) == 1
-
-    @property
-    def is_even(self) -> bool:
-        """Whether every rank owns equally many heads of each input, none of them shared."""
-        return all(split.is_even for split in self.splits)
-
-    @property
-    def rows_are_alike(self) -> bool:
-        """Whether the rows of all ranks have the same length, so that tokens can be counted."""
-        return len(set(self.row_sizes)) == 1
 
     def scattered_shape(self, tokens: int) -> tuple[int, ...]:
         """Shape of a scattered buffer: (world_size, tokens, ...) if rows are alike, else flat."""
@@ -142,19 +135,19 @@ class Wire:
     def gathered(self, buffer: torch.Tensor, rank: int) -> list[torch.Tensor]:
         """See each input in a gathered buffer (seqlen, ...) as (seqlen, heads of the rank, ·)."""
         row, seqlen = self.row_sizes[rank], buffer.shape[0]
-        return [
-            self._view(
-                buffer, index, self.offsets[rank][index], (seqlen, split.counts[rank]), (row,)
-            )
-            for index, split in enumerate(self.splits)
-        ]
+        views = []
+        for index, split in enumerate(self.splits):
+            start, stop = split.ranges[rank]
+            offset = self.offsets[rank][index]
+            views.append(self._view(buffer, index, offset, (seqlen, stop - start), (row,)))
+        return views
 
     def scattered(
         self, buffer: torch.Tensor, tokens: int, index: int
     ) -> list[tuple[Run, torch.Tensor]]:
         """See one input in a scattered buffer as (tokens, ranks, heads per rank, ·)."""
         views = []
-        for run in runs(self, index):
+        for run in self._whole_run(index) or runs(self, index):
             first = run.ranks[0]
             row = self.row_sizes[first]
             offset = tokens * sum(self.row_sizes[:first]) + self.offsets[first][index]
@@ -173,6 +166,11 @@ class Wire:
         starts = [*self.offsets[rank][1:], self.row_sizes[rank]]
         return [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
 
+    def _whole_run(self, index: int) -> tuple[Run, ...]:
+        """Return the one run of an even split, or nothing: the common case needs no search."""
+        start, stop = self.splits[index].ranges[0]
+        return (Run((0, self.world_size), start, stop, stop),) if self.is_even and stop else ()
+
     def _head_size(self, index: int) -> int:
         """Buffer elements that one head of an input takes."""
         return self.head_dims[index] * self.dtypes[index].itemsize // self.dtype.itemsize
@@ -188,7 +186,9 @@ class Wire:
         """See (*shape, head_dim) of an input; `offset` and `strides` count buffer elements."""
         ratio = self.dtypes[index].itemsize // self.dtype.itemsize
         head_dim = self.head_dims[index]
-        typed = buffer.reshape(-1).view(self.dtypes[index])
+        typed = buffer
+        if buffer.dtype != self.dtypes[index]:
+            typed = buffer.reshape(-1).view(self.dtypes[index])
         return typed.as_strided(
             (*shape, head_dim),
             (*(stride // ratio for stride in strides), head_dim, 1),
@@ -217,7 +217,17 @@ def plan_wire(
             end = starts[-1] + split.counts[rank] * head_dim * ratio
         offsets.append(tuple(starts))
         row_sizes.append(_round_up(end, alignment))
-    return Wire(dtypes, head_dims, splits, dtype, tuple(offsets), tuple(row_sizes))
+    return Wire(
+        dtypes,
+        head_dims,
+        splits,
+        dtype,
+        tuple(offsets),
+        tuple(row_sizes),
+        is_uniform=uniform,
+        is_even=all(split.is_even for split in splits),
+        rows_are_alike=len(set(row_sizes)) == 1,
+    )
 
 
 @_remembered(maxsize=2048)
