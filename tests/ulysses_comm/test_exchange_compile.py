@@ -15,6 +15,7 @@ from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
 
 from tests.bits import assert_same_bits, quiet_nans, random_bits
 from tests.traffic import calls_of
@@ -22,6 +23,7 @@ from tests.ulysses_comm.compiling import Compiled, fresh_compiler, of_any_length
 from ulysses_comm import (
     LONE_RANK,
     HeadSplit,
+    keep_exchanged,
     pack_head_shards,
     scatter_heads_gather_seqlen,
     scatter_seqlen_gather_head_shards,
@@ -251,6 +253,21 @@ def test_each_tensor_alone_gets_its_gradient(tracked: int, keep_dtypes: bool) ->
         grad = actual[tracked]
         assert grad is not None
         assert grad.abs().min() > 0.1
+
+    simulate(2, step)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float8_e4m3fn, torch.complex64, torch.bool, torch.int16, torch.float16], ids=str
+)
+def test_dtypes_that_no_backend_knows_travel_as_bytes(dtype: torch.dtype) -> None:
+    splits = (3, 2)
+
+    def step(group: dist.ProcessGroup) -> None:
+        tensors = [random_bits((splits[group.rank()], 4, 2), dtype, seed=i) for i in range(2)]
+        expected = scatter_heads_gather_seqlen(tensors, splits, group)
+        actual = Compiled(scatter_heads_gather_seqlen)(tensors, splits, group)
+        assert_all_same_bits(actual, expected, "result")
 
     simulate(2, step)
 
@@ -510,3 +527,51 @@ def test_the_graph_threads_a_token_through_the_exchanges() -> None:
         calls = re.findall(r"with_effects\w* = \S*with_effects\((\w+), \S*all_to_all_rows", text)
         assert len(calls) == count
         assert len(set(calls)) == count, "two exchanges take the same token"
+
+
+def checkpointed(x: torch.Tensor, group: Any) -> torch.Tensor:
+    q = scatter_heads_gather_seqlen([x.sin()], (3, 2), group)[0]
+    return scatter_seqlen_gather_heads(q.cos(), (3, 2), group).sin()
+
+
+def test_a_compiled_checkpoint_recomputes_all_but_the_exchanges() -> None:
+    def program(x: torch.Tensor, group: Any) -> torch.Tensor:
+        return checkpoint(checkpointed, x, group, use_reentrant=False, context_fn=keep_exchanged)
+
+    def step(group: dist.ProcessGroup) -> None:
+        x = torch.randn((3, 2)[group.rank()], 4, 2, requires_grad=True)
+        (expected,) = torch.autograd.grad(loss_of([checkpointed(x, group)]), x)
+        for call in (program, Compiled(program)):
+            (actual,) = torch.autograd.grad(loss_of([call(x, group)]), x)
+            torch.testing.assert_close(actual, expected)
+
+    # Eager mode exchanges again in backward, a compiled region does not.
+    assert len(calls_of(simulate(2, step, seed=0))) == 4 + 6 + 4
+
+
+def test_a_compiled_checkpoint_that_would_repeat_exchanges_is_refused() -> None:
+    """By torch. Once this fails, the advice in docs/compile.md can go."""
+
+    def program(x: torch.Tensor, group: Any) -> torch.Tensor:
+        return checkpoint(checkpointed, x, group, use_reentrant=False)
+
+    def step(group: dist.ProcessGroup) -> None:
+        x = torch.randn((3, 2)[group.rank()], 4, 2, requires_grad=True)
+        with pytest.raises(AssertionError, match="saved"):
+            Compiled(program)(x, group)
+
+    simulate(2, step, seed=0)
+
+
+def test_differentiating_a_compiled_exchange_twice_is_refused() -> None:
+    def program(x: torch.Tensor, group: Any) -> torch.Tensor:
+        return scatter_heads_gather_seqlen([x.sin()], (3, 2), group)[0]
+
+    def step(group: dist.ProcessGroup) -> None:
+        x = torch.randn((3, 2)[group.rank()], 4, 2, requires_grad=True)
+        result = Compiled(program)(x, group).sin().sum()
+        (first,) = torch.autograd.grad(result, x, create_graph=True)
+        with pytest.raises(RuntimeError, match="does not currently support double backward"):
+            first.sum().backward()
+
+    simulate(2, step)
