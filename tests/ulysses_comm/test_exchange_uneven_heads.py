@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.bits import assert_same_bits, random_bits
+from tests.bits import TEST_DEVICE, assert_same_bits, random_bits
 from ulysses_comm import (
     HeadSplit,
     gather_sequence,
@@ -91,9 +91,10 @@ def test_gradients_of_shared_heads_are_summed_over_their_ranks(
     splits = SPLITS[world_size]
     query, key_value = split_query_groups(*heads, world_size)
     head_splits = [query, key_value, key_value]
-    whole = [torch.randn(sum(splits), count, 4).double() for count in (heads[0], *heads[1:] * 2)]
+    shapes = [(sum(splits), count, 4) for count in (heads[0], *heads[1:] * 2)]
+    whole = [torch.randn(shape, device=TEST_DEVICE).double() for shape in shapes]
     # Small whole numbers: sums are exact in every dtype and order.
-    weights = [torch.randint(-3, 4, tensor.shape).double() for tensor in whole]
+    weights = [torch.randint_like(tensor, -3, 4) for tensor in whole]
     dtypes = (torch.float64, torch.float32, torch.float64) if keep else (torch.float64,) * 3
 
     def step(group: Any) -> list[torch.Tensor | None]:
@@ -115,7 +116,7 @@ def test_gradients_of_shared_heads_are_summed_over_their_ranks(
 
     results = simulate(world_size, step).results
     for index, (weight, split) in enumerate(zip(weights, head_splits, strict=True)):
-        readers = torch.zeros(split.num_heads, dtype=torch.float64)
+        readers = weight.new_zeros(split.num_heads)
         for start, stop in split.ranges:
             readers[start:stop] += 1
         grad = torch.cat([grads[index] for grads in results])
@@ -162,12 +163,12 @@ def test_shared_heads_of_an_output_are_summed_in_every_dtype(dtype: torch.dtype)
     values = [torch.full((3, 2, 4), 1.0), torch.full((3, 1, 4), 2.0)]
 
     def step(group: Any) -> torch.Tensor:
-        mine = values[group.rank()].to(dtype)
+        mine = values[group.rank()].to(TEST_DEVICE).to(dtype)
         return scatter_seqlen_gather_heads(mine, (1, 2), group, head_split=split)
 
     for rank, result in enumerate(simulate(2, step).results):
         expected = torch.tensor([1.0, 3.0])[None, :, None].expand(rank + 1, 2, 4)
-        assert torch.equal(result.double(), expected.double())
+        assert torch.equal(result.double().cpu(), expected.double())
         assert result.dtype == dtype
 
 
