@@ -16,6 +16,11 @@ ROUTER_BIASES = ("ema", "raw")
 # the strided views well and gets the flat layouts.
 _HEAD_SHARDS_BY_DEVICE = {"cpu": True, "cuda": True, "musa": True}
 
+# Whether experts that several runs of ranks hold are reached over all of them. A rank then sends
+# (n - 1) / n of its rows with n the sequence's ranks, not the run's: more, in more and smaller
+# messages, over the links to all ranks. On only where that is known to be used, which is MUSA.
+_REPLICATED_EXCHANGE_BY_DEVICE = {"musa": True}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -31,19 +36,23 @@ class Options:
             of one send buffer; None for the device's default. The same bits either way.
         output_head_shards: Whether it reads its output as the head shards that were received;
             None for the device's default. The same bits either way.
+        replicated_expert_exchange: Whether the way to the experts goes over all ranks of the
+            sequence where consecutive runs of them each hold all experts; None for the device's
+            default. Every row is moved unchanged; its experts meet it beside other rows.
     """
 
     route_sum: str = "choice"
     router_bias: str = "ema"
     qkv_head_shards: bool | None = None
     output_head_shards: bool | None = None
+    replicated_expert_exchange: bool | None = None
 
     def __post_init__(self) -> None:
         if self.route_sum not in SUM_ORDERS:
             raise ValueError(f"route_sum={self.route_sum!r}: expected one of {SUM_ORDERS}.")
         if self.router_bias not in ROUTER_BIASES:
             raise ValueError(f"router_bias={self.router_bias!r}: expected one of {ROUTER_BIASES}.")
-        for name in ("qkv_head_shards", "output_head_shards"):
+        for name in ("qkv_head_shards", "output_head_shards", "replicated_expert_exchange"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, bool):
                 raise ValueError(
@@ -56,8 +65,20 @@ def head_shards_by_default(device: torch.device | str | None) -> bool:
 
     For "meta" the device that this machine computes on decides; None is torch's default device.
     """
+    return _HEAD_SHARDS_BY_DEVICE.get(_kind_of(device), False)
+
+
+def replicated_exchange_by_default(device: torch.device | str | None) -> bool:
+    """Whether a model on this device reaches replicated experts over all ranks when nobody says.
+
+    Devices as in `head_shards_by_default`.
+    """
+    return _REPLICATED_EXCHANGE_BY_DEVICE.get(_kind_of(device), False)
+
+
+def _kind_of(device: torch.device | str | None) -> str:
     kind = torch.get_default_device().type if device is None else torch.device(device).type
     if kind == "meta":
         accelerator = torch.accelerator.current_accelerator()
         kind = "cpu" if accelerator is None else accelerator.type
-    return _HEAD_SHARDS_BY_DEVICE.get(kind, False)
+    return kind

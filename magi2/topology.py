@@ -78,6 +78,18 @@ class Topology:
         return _place(self.expert_group)[1]
 
     @property
+    def expert_runs(self) -> int:
+        """Runs of the sequence group that each hold all experts, in the same order on each.
+
+        1 where the expert group is no such run: it takes the whole sequence group, is one rank, or
+        its ranks are not consecutive. The same on all ranks if all their groups are runs or none
+        is, as where `of_mesh` makes them.
+        """
+        first, size = self.expert_ranks[0], self.expert_size
+        is_run = self.expert_ranks == tuple(range(first, first + size)) and first % size == 0
+        return self.sequence_size // size if is_run and size > 1 else 1
+
+    @property
     def cfg_rank(self) -> int:
         """The branch that this rank runs, where branches have their own ranks."""
         return _place(self.cfg_group)[0]

@@ -13,9 +13,10 @@ from magi2.modules.adapters import PostAdapter, PreAdapter
 from magi2.modules.block import Block
 from magi2.modules.embeddings import check_coords
 from magi2.modules.modality import ModalityOrder, check_modality
+from magi2.modules.replicas import ReplicaDispatcher, expert_dispatcher
 from magi2.modules.request import RequestPlan, branch_ends, check_cu_seqlens
 from magi2.modules.sequence import SequenceDispatcher
-from magi2.options import Options
+from magi2.options import Options, replicated_exchange_by_default
 from magi2.topology import Topology
 
 
@@ -53,6 +54,10 @@ class Magi2Transformer(nn.Module):
         self.options = options or Options()
         self.topology = topology or Topology()
         self.expert_heads = self.topology.local_heads(config.moe.num_heads)
+        replicated = self.options.replicated_expert_exchange
+        if replicated is None:
+            replicated = replicated_exchange_by_default(device)
+        self.expert_runs = self.topology.expert_runs if replicated else 1
         self.pre_adapter = PreAdapter(config, device)
         self.block = Block(config, self.options, self.topology, device)
         self.post_adapter = PostAdapter(config, device)
@@ -116,10 +121,7 @@ class Magi2Transformer(nn.Module):
             cu_seqlens=ends,
             branches=branches,
             sequence=sequence,
-            experts=SequenceDispatcher(
-                group=topology.expert_group,
-                split_sizes=tuple(sequence.split_sizes[rank] for rank in topology.expert_ranks),
-            ),
+            experts=expert_dispatcher(sequence, topology, self.expert_runs),
         )
 
     def run(self, x: torch.Tensor, plan: RequestPlan, time_tokens: torch.Tensor) -> torch.Tensor:
@@ -143,12 +145,19 @@ class Magi2Transformer(nn.Module):
             "experts": (topology.expert_rank, topology.expert_size),
         }
         for name, place in mine.items():
-            dispatcher: SequenceDispatcher = getattr(plan, name)
+            dispatcher: SequenceDispatcher | ReplicaDispatcher = getattr(plan, name)
             if (dispatcher.rank, dispatcher.world_size) != place:
                 raise ValueError(
                     f"the plan's {name} is of rank {dispatcher.rank} of {dispatcher.world_size}, "
                     f"this model is rank {place[0]} of {place[1]}: expected a plan of this model."
                 )
+        if isinstance(plan.experts, ReplicaDispatcher) and (
+            plan.experts.num_runs != topology.expert_runs
+        ):
+            raise ValueError(
+                f"the plan's experts are {plan.experts.num_runs} runs of the sequence group, this "
+                f"model's are {topology.expert_runs}: expected a plan of this model."
+            )
         if plan.rotary.shape[1] != 6 * self.config.num_rotary_bands:
             raise ValueError(
                 f"the plan's rotary table has {plan.rotary.shape[1]} columns: expected "

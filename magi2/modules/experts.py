@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from magi2.config import Magi2Config
+from magi2.modules.replicas import ReplicaDispatcher
 from magi2.modules.router import Router
 from magi2.modules.sequence import SequenceDispatcher
 from magi2.ops.expert_mlp import expert_mlp_torch
@@ -66,7 +67,9 @@ class RoutedExperts(nn.Module):
 
 
 def run_on_head_owners(
-    x_THD: torch.Tensor, experts: RoutedExperts, dispatcher: SequenceDispatcher
+    x_THD: torch.Tensor,
+    experts: RoutedExperts,
+    dispatcher: SequenceDispatcher | ReplicaDispatcher,
 ) -> torch.Tensor:
     """Send each head's tokens to the rank that holds its experts, and bring the results back.
 
@@ -76,7 +79,7 @@ def run_on_head_owners(
     Args:
         x_THD: This rank's tokens, all heads.
         experts: Of the heads that this rank holds; perhaps none, it then only takes part.
-        dispatcher: Holds the tokens of each rank that shares the experts: no size is exchanged.
+        dispatcher: Holds the tokens of each rank that takes part: no size is exchanged.
 
     Returns:
         x's shape.

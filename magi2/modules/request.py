@@ -10,6 +10,7 @@ import torch
 
 from magi2.checks import describe, whole_numbers
 from magi2.modules.modality import ModalityOrder
+from magi2.modules.replicas import ReplicaDispatcher
 from magi2.modules.sequence import SequenceDispatcher
 
 
@@ -23,7 +24,8 @@ class RequestPlan:
         cu_seqlens: Ends of the packed sequences that this rank's sequence group runs, from 0.
         branches: The request's split over the groups that run branches of guidance.
         sequence: The split of a branch's tokens over the sequence group.
-        experts: The same split over the ranks that share the experts with this one.
+        experts: The same split over the ranks that share the experts with this one, or over all
+            ranks of the sequence group in runs that each hold all experts.
 
     Raises:
         ValueError: If these contradict each other.
@@ -34,12 +36,12 @@ class RequestPlan:
     cu_seqlens: tuple[int, ...]
     branches: SequenceDispatcher
     sequence: SequenceDispatcher
-    experts: SequenceDispatcher
+    experts: SequenceDispatcher | ReplicaDispatcher
 
     def __post_init__(self) -> None:
         rows = self.order.permutation.shape[0]
         for name in ("sequence", "experts"):
-            dispatcher: SequenceDispatcher = getattr(self, name)
+            dispatcher: SequenceDispatcher | ReplicaDispatcher = getattr(self, name)
             if dispatcher.seqlen_local != rows:
                 raise ValueError(
                     f"{name} gives this rank {dispatcher.seqlen_local} tokens and order {rows}: "

@@ -71,3 +71,10 @@ def packed_pair(config: Magi2Config, seed: int = 0, video=(2, 3, 4), audio: int 
         cu_seqlens=lengths.cumsum(0).int(),
         time_tokens=time_embedding(time, TIME_COLUMNS),
     )
+
+
+def without_padding(packed: Packed) -> Packed:
+    """All but the last sequence, which is padding."""
+    end = int(packed.cu_seqlens[-2])
+    rows = (packed.x, packed.coords, packed.modality)
+    return Packed(*(t[:end] for t in rows), packed.cu_seqlens[:-1], packed.time_tokens[:end])

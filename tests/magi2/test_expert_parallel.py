@@ -12,7 +12,7 @@ import torch
 from magi2 import presets
 from magi2.config import Magi2Config
 from tests.magi2.golden import rms_error
-from tests.magi2.packed import Packed, packed_pair
+from tests.magi2.packed import Packed, packed_pair, without_padding
 from tests.magi2.sharded import SHARDED_RMS, check_sharded, on_mesh, velocities
 from ulysses_comm.simulate import simulate_world
 
@@ -27,10 +27,7 @@ SPLITS = [20, 1, 0, 30, 0, 4, 20, 0]
 @functools.cache
 def pair() -> Packed:
     """A conditional and an unconditional sequence, without padding."""
-    packed = packed_pair(TINY)
-    end = int(packed.cu_seqlens[-2])
-    rows = (packed.x, packed.coords, packed.modality)
-    return Packed(*(t[:end] for t in rows), packed.cu_seqlens[:-1], packed.time_tokens[:end])
+    return without_padding(packed_pair(TINY))
 
 
 @functools.cache

@@ -8,21 +8,16 @@ import torch.distributed as dist
 
 from magi2 import presets
 from magi2.checkpoint import load_checkpoint, save_model
+from magi2.options import Options
 from magi2.topology import Topology
 from magi2.transformer import Magi2Transformer
-from tests.magi2.packed import Packed, packed_pair
+from tests.magi2.packed import packed_pair, without_padding
 from tests.magi2.sharded import LAYOUTS, check_sharded, model_of, on_mesh, velocities
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.gloo
 
 SPLITS = {2: [None, [0, 75]], 4: [None, [30, 0, 44, 1]]}
-
-
-def without_padding(packed: Packed) -> Packed:
-    end = int(packed.cu_seqlens[-2])
-    rows = [packed.x, packed.coords, packed.modality]
-    return Packed(*(t[:end] for t in rows), packed.cu_seqlens[:-1], packed.time_tokens[:end])
 
 
 def every_case(group: dist.ProcessGroup, folder: str) -> dict[str, torch.Tensor]:
@@ -40,6 +35,14 @@ def every_case(group: dist.ProcessGroup, folder: str) -> dict[str, torch.Tensor]
     packed = packed_pair(config)
     for expert_size in (1, 2, world_size):
         results[f"experts {expert_size}"] = on_mesh(config, packed, expert_size=expert_size)
+    # 72 tokens: on four ranks both runs of two own equally many, and are exchanged over as one.
+    results["replicas"] = on_mesh(
+        config,
+        without_padding(packed),
+        expert_size=2,
+        options=Options(replicated_expert_exchange=True),
+        split_sizes=[72, 0] if world_size == 2 else [36, 0, 5, 31],
+    )
     results["branches"] = on_mesh(config, without_padding(packed), cfg_size=2)
     save_model(model_of(config, Topology.of_group(group)), folder, max_shard_bytes=4 << 20)
     dist.barrier()
@@ -60,7 +63,7 @@ def test_processes_equal_one_rank(world_size, tmp_path):
     for case in per_rank[0]:
         results = [rank[case] for rank in per_rank]
         dtype = torch.bfloat16 if case.startswith("torch.bfloat16") else torch.float32
-        if case == "branches":
+        if case in ("branches", "replicas"):
             config = presets.tiny(dtype)
             alone = velocities(config, without_padding(packed_pair(config)))
         else:
