@@ -44,6 +44,8 @@ def gathered_buffer_of(
     first = inputs[0]
     if not wire.is_uniform or first.dtype != wire.dtype:
         return None
+    if len(inputs) == 1 and first.is_contiguous() and not (first.is_conj() or first.is_neg()):
+        return first
     heads, head_dim = wire.row_shape(rank)
     if not _tile(inputs, (heads * head_dim, head_dim, 1)):
         return None

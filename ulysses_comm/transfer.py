@@ -220,10 +220,12 @@ def finish_scatter_seqlen(transfer: Transfer, as_shards: Sequence[bool]) -> list
             head_dim), which needs an even split, or (tokens, num_heads, head_dim). Heads that
             several ranks own are summed over them.
     """
-    receive = transfer.wait()
+    receive, wire = transfer.wait(), transfer.wire
+    if len(as_shards) == 1 and as_shards[0] and wire.is_even and wire.is_uniform:
+        return [receive.transpose(0, 1)]
     results = []
     for index, shards in enumerate(as_shards):
-        parts = transfer.wire.scattered(receive, transfer.route.tokens, index)
+        parts = wire.scattered(receive, transfer.route.tokens, index)
         if shards:
             results.append(parts[0][1])
         else:

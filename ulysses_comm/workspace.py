@@ -6,7 +6,6 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -67,12 +66,12 @@ class Workspace:
             dtype: Of the tensor.
             device: Of the tensor.
         """
-        device = torch.device(device)
+        shape, device = tuple(shape), torch.device(device)
         nbytes = math.prod(shape) * dtype.itemsize
         with self._lock:
             block = self._take_kept(nbytes, device) or self._make(nbytes, device)
             # Before the lock is released: the tensor is what marks the block as in use.
-            return tensor_at(block.storage, block.offset, shape, dtype)
+            return block.tensor(shape, dtype)
 
     def clear(self) -> None:
         """Let go of all buffers; those still referred to live on with their tensors."""
@@ -94,9 +93,7 @@ class Workspace:
     def _make(self, nbytes: int, device: torch.device) -> _Block:
         self.allocations += 1
         fits = self._limit is None or self._make_room(self._limit - nbytes)
-        buffer = empty_aligned((nbytes,), torch.uint8, device)
-        offset = int(buffer.storage_offset())
-        block = _Block(device, nbytes, buffer.untyped_storage(), offset)
+        block = _Block(nbytes, device)
         if fits:
             self._kept.append(block)
         return block
@@ -116,15 +113,27 @@ def _empty_workspace(limit_bytes: int | None) -> Workspace:
     return Workspace(limit_bytes=limit_bytes)
 
 
-class _Block(NamedTuple):
-    device: torch.device
-    nbytes: int
-    storage: torch.UntypedStorage
-    offset: int
+class _Block:
+    """A buffer, and the tensor that it was last handed out as, of which the next is an alias."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        buffer = empty_aligned((nbytes,), torch.uint8, device)
+        self.nbytes, self.device = nbytes, device
+        self._storage, self._offset = buffer.untyped_storage(), int(buffer.storage_offset())
+        self._last: torch.Tensor | None = None
 
     def is_free(self) -> bool:
         """Whether nothing but this block refers to the storage."""
-        return bool(torch._C._storage_Use_Count(self.storage._cdata) == 1)
+        own = 1 if self._last is None else 2
+        return bool(torch._C._storage_Use_Count(self._storage._cdata) == own)
+
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return the buffer as a contiguous tensor of its size."""
+        if self._last is None or self._last.shape != shape or self._last.dtype != dtype:
+            # What inference mode makes could not be used outside of it later.
+            with torch.inference_mode(False):
+                self._last = tensor_at(self._storage, self._offset, shape, dtype)
+        return self._last.detach()
 
 
 def spare_buffers(group: dist.ProcessGroup) -> Workspace:

@@ -53,6 +53,35 @@ def test_what_autograd_saved_is_not_handed_out() -> None:
     assert (weight.grad == 3).all()
 
 
+def test_what_inference_mode_used_serves_autograd_afterwards() -> None:
+    kept = Workspace()
+    with torch.inference_mode():
+        kept.take((8,), torch.float32, "cpu").fill_(1)
+    weight = torch.ones(8, requires_grad=True)
+    (weight * kept.take((8,), torch.float32, "cpu").fill_(2)).sum().backward()
+    assert (weight.grad == 2).all()
+    assert kept.allocations == 1
+    with torch.inference_mode():
+        assert (kept.take((8,), torch.float32, "cpu").fill_(3) == 3).all()
+
+
+def test_a_buffer_changes_shape_and_dtype_from_one_use_to_the_next() -> None:
+    kept = Workspace()
+    address = take(kept, 96).data_ptr()
+    for shape, dtype in [
+        ((4, 6), torch.float32),
+        ((6, 4), torch.float32),
+        ((6, 8), torch.bfloat16),
+    ]:
+        for _ in range(2):
+            tensor = kept.take(shape, dtype, "cpu")
+            assert (tensor.shape, tensor.dtype) == (shape, dtype)
+            assert tensor.is_contiguous()
+            assert tensor.data_ptr() == address
+            del tensor
+    assert kept.allocations == 1
+
+
 def test_only_a_buffer_of_the_same_size_and_device_is_handed_out() -> None:
     kept = Workspace()
     del_later = take(kept, 64)
