@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+import ulysses_comm.agreement_operator  # noqa: F401  registers what `agree` calls in a graph
 from ulysses_comm.byte_exchange import scatter_heads_bytes, scatter_seqlen_bytes
 from ulysses_comm.collective import all_to_all_rows
 from ulysses_comm.head_split import HeadSplit
