@@ -144,11 +144,6 @@ def check_tensors(tensors: Sequence[torch.Tensor], name: str = "tensors[{}]") ->
                 f"{name.format(index)} is a {type(tensor).__name__}: expected this rank's own "
                 "tensor. Pass its to_local()."
             )
-        if hasattr(tensor, "to_local"):  # a DTensor; not imported for this, it is a large import
-            raise ValueError(
-                f"{name.format(index)} is a {type(tensor).__name__}: expected this rank's own "
-                "tensor. Pass its to_local()."
-            )
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
             kind = "nested" if tensor.is_nested else str(tensor.layout)
             raise ValueError(
