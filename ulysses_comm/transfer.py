@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ulysses_comm.collective import start_all_to_all
-from ulysses_comm.copies import copy_head_shards
+from ulysses_comm.copies import copy_head_shards, copy_head_shards_torch
 from ulysses_comm.layout import summing_dtype
 from ulysses_comm.memory import is_large
 from ulysses_comm.tiling import gathered_buffer_of, scattered_buffer_of
@@ -221,8 +221,6 @@ def finish_scatter_seqlen(transfer: Transfer, as_shards: Sequence[bool]) -> list
             several ranks own are summed over them.
     """
     receive, wire = transfer.wait(), transfer.wire
-    if len(as_shards) == 1 and as_shards[0] and wire.is_even and wire.is_uniform:
-        return [receive.transpose(0, 1)]
     results = []
     for index, shards in enumerate(as_shards):
         parts = wire.scattered(receive, transfer.route.tokens, index)
@@ -259,7 +257,10 @@ def _pack_scattered(
 
 
 def _copy_by_shape(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy all pairs, those over equally many ranks together."""
+    """Copy all pairs; on a GPU those over equally many ranks in one launch."""
+    if destinations and destinations[0].device.type == "cpu":
+        copy_head_shards_torch(destinations, sources)
+        return
     for count in dict.fromkeys(view.shape[1] for view in destinations):
         chosen = [i for i, view in enumerate(destinations) if view.shape[1] == count]
         copy_head_shards([destinations[i] for i in chosen], [sources[i] for i in chosen])
@@ -293,7 +294,7 @@ def _flatten(parts: list[tuple[Run, torch.Tensor]], transfer: Transfer, index: i
     if flat is None:
         flat = buffers.take(shape, wire.dtypes[index], transfer.receive.device, route.group)
     for run, view in parts:
-        copy_head_shards([run.of_heads(flat)], [view])
+        _copy_by_shape([run.of_heads(flat)], [view])
     record_copy(route.group, flat.nbytes, after=True)
     return flat
 

@@ -67,7 +67,9 @@ class Run(NamedTuple):
         if self.head_step == 0:
             heads = tensor.narrow(1, self.first_head, self.num_heads)
             return heads.unsqueeze(1).expand(-1, self.num_ranks, -1, -1)
-        heads = tensor.narrow(1, self.first_head, self.num_ranks * self.num_heads)
+        heads = tensor
+        if tensor.shape[1] != self.num_ranks * self.num_heads:
+            heads = tensor.narrow(1, self.first_head, self.num_ranks * self.num_heads)
         shares: torch.Tensor = heads.unflatten(1, (self.num_ranks, self.num_heads))
         return shares
 
@@ -146,8 +148,11 @@ class Wire:
         self, buffer: torch.Tensor, tokens: int, index: int
     ) -> list[tuple[Run, torch.Tensor]]:
         """See one input in a scattered buffer as (tokens, ranks, heads per rank, ·)."""
+        whole = self._whole_run(index)
+        if whole and self.is_uniform and len(self.splits) == 1:
+            return [(whole[0], buffer.transpose(0, 1))]
         views = []
-        for run in self._whole_run(index) or runs(self, index):
+        for run in whole or runs(self, index):
             first = run.ranks[0]
             row = self.row_sizes[first]
             offset = tokens * sum(self.row_sizes[:first]) + self.offsets[first][index]
