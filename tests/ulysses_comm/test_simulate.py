@@ -441,6 +441,13 @@ class TestOneAtATime:
 
 
 class TestInterruption:
+    @pytest.fixture(autouse=True)
+    def python_hears_ctrl_c(self):
+        """A shell starts its background jobs with the signal ignored, and Python keeps it so."""
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        yield
+        signal.signal(signal.SIGINT, before)
+
     @pytest.mark.parametrize("rank_0_waits", [True, False])
     def test_ctrl_c_ends_every_rank_even_one_that_computes(self, monkeypatch, rank_0_waits):
         monkeypatch.setattr("ulysses_comm.simulator.scheduler._INTERRUPT_PATIENCE_SECONDS", 0.3)
