@@ -3,7 +3,7 @@
 from ulysses_comm.agreement import Agreement, RankDisagreementError
 from ulysses_comm.attention import UlyssesAttention
 from ulysses_comm.bootstrap import init_distributed
-from ulysses_comm.checkpointing import is_exchange, keep_exchanged
+from ulysses_comm.collective import read_split_sizes
 from ulysses_comm.exchange import (
     scatter_heads_gather_seqlen,
     scatter_seqlen_gather_head_shards,
@@ -85,12 +85,11 @@ __all__ = [
     "gather_sequence",
     "head_exchange_bytes",
     "init_distributed",
-    "is_exchange",
-    "keep_exchanged",
     "local_kv_heads",
     "pack_head_shards",
     "pin_head_layout",
     "predict",
+    "read_split_sizes",
     "record_traffic",
     "scatter_heads_gather_seqlen",
     "scatter_seqlen_gather_head_shards",

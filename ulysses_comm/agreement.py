@@ -7,13 +7,10 @@ that made the group, so it needs no collective, names the ranks, and ends in tim
 
 from __future__ import annotations
 
-import ast
 import hashlib
-import itertools
 import json
 import os
 import time
-import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Protocol, TypeAlias, TypeVar
@@ -50,9 +47,7 @@ class Agreement:
 
     def __init__(self, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
         self.timeout = timeout
-        self.handle = next(_handles)
         self._agreed: set[tuple[str, str]] = set()
-        _living[self.handle] = self
 
     def knows(self, group: dist.ProcessGroup, layout: str) -> bool:
         """Whether the ranks of the group have agreed on a layout before."""
@@ -71,11 +66,6 @@ class Agreement:
     def clear(self) -> None:
         """Forget what this rank has seen; the group's store still knows."""
         self._agreed.clear()
-
-
-_handles = itertools.count(1)
-# A graph holds numbers and names, no objects: it finds an Agreement by its handle.
-_living: weakref.WeakValueDictionary[int, Agreement] = weakref.WeakValueDictionary()
 
 
 Validate: TypeAlias = "bool | timedelta | Agreement"
@@ -109,7 +99,7 @@ def agree(
 
     Raises:
         ValueError: From `check`; the other ranks are told, and raise `RankDisagreementError`. Also
-            if validate is none of its kinds, or a timedelta inside torch.compile.
+            if validate is none of its kinds, or is asked for inside torch.compile.
         RankDisagreementError: If ranks disagree, or one refused its input or did not arrive. After
             a missing rank the checks of the group are out of step: end the run.
 
@@ -118,78 +108,35 @@ def agree(
     timeout = _timeout(validate)
     if timeout is None or group is None or group.size() == 1:
         return check()
-    agreement = validate if isinstance(validate, Agreement) else None
-    if torch.compiler.is_compiling():
-        checked = check()
-        _settle_at_run_time(checked.facts(), group, 0 if agreement is None else agreement.handle)
-        return checked
     try:
         checked = check()
         facts = checked.facts()
-        json.dumps(facts)
+        layout = json.dumps(facts)
     except Exception as error:
         _post(group, json.dumps({"refused": f"{type(error).__name__}: {error}"}))
         raise
-    _settle(facts, group, timeout, agreement)
+    if not isinstance(validate, Agreement):
+        _compare(group, str(facts["exchange"]), layout, timeout)
+    elif not validate.knows(group, layout):
+        _compare(group, str(facts["exchange"]), layout, timeout)
+        validate.remember(group, layout)
     return checked
-
-
-def settle_in_graph(
-    split_sizes: list[int], other_facts: str, group: dist.ProcessGroup, handle: int
-) -> None:
-    """Compare what a graph is about to exchange: what its operator does at run time.
-
-    Args:
-        split_sizes: Tokens of each rank.
-        other_facts: The rest of what has to be in common: pairs of name and value, as Python.
-        group: The ranks.
-        handle: Of the `Agreement`; 0 to compare at every call.
-
-    Raises:
-        RankDisagreementError: As `agree`.
-    """
-    others: dict[str, object] = dict(ast.literal_eval(other_facts))
-    # In the order of `Checked.facts`, which eager ranks post.
-    facts = {"exchange": others.pop("exchange"), "split_sizes": split_sizes, **others}
-    agreement = _living.get(handle)
-    timeout = DEFAULT_TIMEOUT if agreement is None else agreement.timeout
-    _settle(facts, group, timeout, agreement)
-
-
-def _settle_at_run_time(facts: dict[str, object], group: dist.ProcessGroup, handle: int) -> None:
-    split_sizes = facts.pop("split_sizes")
-    torch.ops.ulysses_comm.check_agreement(
-        split_sizes, repr(tuple(facts.items())), group.group_name, group.rank(), handle
-    )
-
-
-def _settle(
-    facts: dict[str, object],
-    group: dist.ProcessGroup,
-    timeout: timedelta,
-    agreement: Agreement | None,
-) -> None:
-    layout = json.dumps(facts)
-    if agreement is not None and agreement.knows(group, layout):
-        return
-    _compare(group, str(facts["exchange"]), layout, timeout)
-    if agreement is not None:
-        agreement.remember(group, layout)
 
 
 def _timeout(validate: Validate) -> timedelta | None:
     """Return how long to wait for the other ranks; None to ask nothing."""
     if validate is False:
-        return DEFAULT_TIMEOUT if _switched_on() else None
+        return None if torch.compiler.is_compiling() or not _switched_on() else DEFAULT_TIMEOUT
     if not isinstance(validate, bool | timedelta | Agreement):
         raise ValueError(
             f"validate={validate!r}: expected True, False, a datetime.timedelta or an Agreement."
         )
+    if torch.compiler.is_compiling():
+        raise ValueError(
+            "validate cannot ask the other ranks from inside torch.compile: leave it out there, or "
+            "call the exchange outside the compiled region."
+        )
     if isinstance(validate, timedelta):
-        if torch.compiler.is_compiling():
-            raise ValueError(
-                f"validate={validate!r} inside torch.compile: expected True, or Agreement(timeout)."
-            )
         return validate
     return validate.timeout if isinstance(validate, Agreement) else DEFAULT_TIMEOUT
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ulysses_comm.collective import check_tokens, is_tracked
+from ulysses_comm.collective import is_tracked
 from ulysses_comm.head_split import HeadSplit
 from ulysses_comm.known import KnownCalls, key_of_call
 from ulysses_comm.layout import (
@@ -102,7 +102,6 @@ def check_head_scatter(
         _check_head_input(f"tensors[{index}]", tensor, sizes, rank)
     if not tensors:
         return HeadScatter([], sizes, None, 0)
-    _check_at_run_time(split_sizes, tensors, rank)
     check_same_device(tensors)
     if not keep_dtypes:
         check_same_head_dim(tensors)
@@ -150,7 +149,6 @@ def check_seqlen_scatter(
         return SeqlenScatter([], sizes, None)
     for index, tensor in enumerate(tensors):
         _check_attention_output(name.format(index), tensor, sizes)
-    _check_at_run_time(split_sizes, tensors, -1)
     if alone and not torch.compiler.is_compiling():
         # Traced, strides are the compiler's affair, and it makes contiguous what has to be.
         check_contiguous(name, tensors[0])
@@ -225,14 +223,6 @@ def check_results(
         check_out(out, shape, checked.wire.dtypes[index], checked.inputs)
 
 
-def _check_at_run_time(
-    split_sizes: Sequence[int], tensors: Sequence[torch.Tensor], rank: int
-) -> None:
-    """Check again, in the graph, what a trace has to take for granted; `rank` -1 for the sum."""
-    if torch.compiler.is_compiling() and isinstance(split_sizes, torch.Tensor):
-        check_tokens(split_sizes, [tensor.shape[0] for tensor in tensors], rank)
-
-
 def _wire_facts(inputs: Sequence[torch.Tensor], wire: Wire | None) -> dict[str, object]:
     if wire is None:
         return {"inputs": 0}
@@ -294,7 +284,7 @@ def _output_splits(
                 f"A tensor of shape {tuple(tensor.shape)} has {tensor.shape[1]} heads: expected "
                 f"{split.counts[rank]}, those of rank {rank} by {name}={list(split.ranges)}."
             )
-    return tuple(head_splits)
+    return _fixed_splits(head_splits)
 
 
 def _check_one_for_each(head_splits: Sequence[HeadSplit], tensors: Sequence[torch.Tensor]) -> None:
@@ -326,7 +316,20 @@ def _splits_of(
     _check_one_for_each(head_splits, tensors)
     for index, (tensor, split) in enumerate(zip(tensors, head_splits, strict=True)):
         _check_split(f"head_splits[{index}]", split, _num_heads(tensor), world_size)
-    return tuple(head_splits)
+    return _fixed_splits(head_splits)
+
+
+def _fixed_splits(head_splits: Sequence[HeadSplit]) -> tuple[HeadSplit, ...]:
+    """Return the splits; traced, of numbers that are constants of the graph."""
+    if not torch.compiler.is_compiling():
+        return tuple(head_splits)
+    return tuple(
+        HeadSplit(
+            fixed(split.num_heads),
+            tuple((fixed(start), fixed(stop)) for start, stop in split.ranges),
+        )
+        for split in head_splits
+    )
 
 
 def _check_split(name: str, split: HeadSplit, num_heads: int, world_size: int) -> None:

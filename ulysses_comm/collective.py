@@ -1,19 +1,18 @@
-"""The all-to-all under every exchange: a plain call, and a registered operator for compilers.
+"""The all-to-all under every exchange: a plain call, and a functional one for compilers.
 
 No `from __future__ import annotations` here: `torch.library.custom_op` reads the annotations.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _resolve_process_group
-from torch._library.custom_ops import CustomOpDef
-from torch._library.effects import EffectType
+
+from ulysses_comm.group import Group, rank_and_world_size, resolve_group
+from ulysses_comm.layout import check_split_sizes
 
 # What gloo, NCCL, MCCL and MPI all carry; anything else (float8, complex, int16) goes as bytes.
-_WIRE_DTYPES = frozenset(
+WIRE_DTYPES = frozenset(
     {
         torch.float64,
         torch.float32,
@@ -51,7 +50,7 @@ def start_all_to_all(
         group: The ranks that take part.
         async_op: Return the work under way instead of waiting for it.
     """
-    if send.dtype not in _WIRE_DTYPES:
+    if send.dtype not in WIRE_DTYPES:
         if send.dim() == 1:  # the counts are of elements, and have to stay so
             send, receive = send.unsqueeze(-1), receive.unsqueeze(-1)
         send, receive = send.view(torch.uint8), receive.view(torch.uint8)
@@ -66,112 +65,82 @@ def all_to_all_rows(
 ) -> torch.Tensor:
     """Return what `start_all_to_all` receives, through an operator that compilers trace.
 
-    Its gradient is the opposite exchange.
+    Torch's own functional collective: compilers keep it even if its result is not read, and keep
+    collectives in the order of the graph, with those of other libraries too. An operator of ours
+    has neither. As a pure one, Inductor drops and swaps calls by what it knows of this rank's
+    sizes, and ranks that came to different conclusions would wait for one another. One with an
+    ordered effect cannot be recomputed by an activation checkpoint, is not cached, and is swapped
+    all the same: Inductor of torch 2.11 to 2.13 looks up the order of such calls by another name
+    than it notes it by.
+
+    Its gradient is the opposite exchange. Only for dtypes in `WIRE_DTYPES`.
     """
-    receive: torch.Tensor = torch.ops.ulysses_comm.all_to_all_rows(
-        send, output_rows, input_rows, group.group_name, group.rank()
+    # Brings the gradient's formula; imported here since it takes long.
+    import torch.distributed._functional_collectives
+
+    received = torch.ops._c10d_functional.all_to_all_single(
+        send.contiguous(), output_rows, input_rows, group.group_name
     )
-    return receive
+    waited_for: torch.Tensor = torch.ops._c10d_functional.wait_tensor(received)
+    return waited_for
 
 
-def keep_in_order(operator: CustomOpDef) -> None:
-    """Let compilers run an operator exactly as often as it is called, and in that order.
+def read_split_sizes(
+    split_sizes: torch.Tensor,
+    group: Group,
+    *,
+    tokens: int | None = None,
+    seqlen: int | None = None,
+) -> list[int]:
+    """Read split sizes inside a compiled region that serves every length; once, for all exchanges.
 
-    To a compiler an exchange is a pure function: it would merge two of the same input, drop one
-    whose result is not used and swap two that do not depend on each other, each by what it knows of
-    this rank's sizes. Ranks that came to different conclusions would wait for one another.
-    """
-    operator.register_effect(EffectType.ORDERED)
-
-
-def group_of_graph(name: str, rank: int, world_size: int) -> dist.ProcessGroup:
-    """Return the group by whose name a graph was traced.
-
-    Args:
-        name: Of the group, in torch's registry.
-        rank: This rank in the group, when the graph was traced.
-        world_size: Ranks of the group, when the graph was traced.
-
-    Raises:
-        RuntimeError: If the name has come to stand for a group of another size, or in which this is
-            another rank: offsets in the graph would be another rank's.
-    """
-    group = _resolve_process_group(name)  # type: ignore[arg-type]  # GroupName from 2.13
-    if (group.rank(), group.size()) != (rank, world_size):
-        raise RuntimeError(
-            f"A compiled exchange of group {name!r} was traced on rank {rank} of {world_size}, but "
-            f"is run on rank {group.rank()} of {group.size()}: the group was made anew under the "
-            "same name. Call torch.compiler.reset() when groups are made anew."
-        )
-    return group
-
-
-@torch.library.custom_op("ulysses_comm::check_tokens", mutates_args=())
-def check_tokens(split_sizes: torch.Tensor, tokens: Sequence[int], rank: int) -> None:
-    """Compare token counts at run time with the split sizes that a graph reads there.
+    Needs `torch._dynamo.config.capture_scalar_outputs`. Eager mode gives plain numbers.
 
     Args:
         split_sizes: (world_size,), int64, on the CPU.
-        tokens: Of each tensor that is to be exchanged.
-        rank: Whose share each of them has to be; -1 for the whole sequence.
+        group: As in `scatter_heads_gather_seqlen`.
+        tokens: Tokens that this rank has, to be compared at run time.
+        seqlen: Tokens of the whole sequence, to be compared at run time.
+
+    Returns:
+        Tokens each rank owns, for the exchanges.
 
     Raises:
-        ValueError: If they differ.
+        ValueError: If split_sizes has another shape or dtype; at run time if it contradicts tokens
+            or seqlen, or a rank has less than no tokens.
+
+    Assertions of a trace are not enough: torch 2.11 to 2.13 lose those on such numbers on the way
+    from Dynamo's graph to the one that runs.
     """
-    sizes = split_sizes.tolist()
-    expected = sum(sizes) if rank < 0 else sizes[rank]
-    if any(count != expected for count in tokens):
-        share = "their sum" if rank < 0 else f"split_sizes[{rank}]"
+    rank, world_size = rank_and_world_size(resolve_group(group))
+    if split_sizes.dtype != torch.int64 or tuple(split_sizes.shape) != (world_size,):
         raise ValueError(
-            f"A compiled exchange has tensors of {list(tokens)} tokens, but split_sizes={sizes}: "
-            f"expected {share}, {expected} tokens."
+            f"split_sizes is a tensor of shape {tuple(split_sizes.shape)} and {split_sizes.dtype}: "
+            f"expected int64 of shape ({world_size},)."
         )
-
-
-@check_tokens.register_fake
-def _(split_sizes: torch.Tensor, tokens: Sequence[int], rank: int) -> None:
-    return None
-
-
-keep_in_order(check_tokens)
-
-
-@torch.library.custom_op("ulysses_comm::all_to_all_rows", mutates_args=())
-def _operator(
-    send: torch.Tensor,
-    output_rows: Sequence[int],
-    input_rows: Sequence[int],
-    group_name: str,
-    rank: int,
-) -> torch.Tensor:
-    group = group_of_graph(group_name, rank, len(output_rows))
-    send = send.contiguous().resolve_conj().resolve_neg()
-    receive = send.new_empty((sum(output_rows), *send.shape[1:]))
-    start_all_to_all(receive, send, list(output_rows), list(input_rows), group)
-    return receive
-
-
-@_operator.register_fake
-def _(
-    send: torch.Tensor,
-    output_rows: Sequence[int],
-    input_rows: Sequence[int],
-    group_name: str,
-    rank: int,
-) -> torch.Tensor:
-    return send.new_empty((sum(output_rows), *send.shape[1:]))
-
-
-def _remember_rows(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    _, ctx.output_rows, ctx.input_rows, ctx.group_name, ctx.rank = inputs
-
-
-def _send_back(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-    sent_back = torch.ops.ulysses_comm.all_to_all_rows(
-        grad.contiguous(), ctx.input_rows, ctx.output_rows, ctx.group_name, ctx.rank
+    verified = _verified_split_sizes(
+        split_sizes, rank, -1 if tokens is None else tokens, -1 if seqlen is None else seqlen
     )
-    return sent_back, None, None, None, None
+    return check_split_sizes(verified.tolist(), world_size)
 
 
-_operator.register_autograd(_send_back, setup_context=_remember_rows)
-keep_in_order(_operator)
+@torch.library.custom_op("ulysses_comm::verified_split_sizes", mutates_args=())
+def _verified_split_sizes(
+    split_sizes: torch.Tensor, rank: int, tokens: int, seqlen: int
+) -> torch.Tensor:
+    """Return a copy, so that what is sent depends on the comparison; -1 compares nothing."""
+    sizes = split_sizes.tolist()
+    if any(size < 0 for size in sizes):
+        raise ValueError(f"split_sizes={sizes}: expected token counts of zero or more.")
+    if tokens not in (-1, sizes[rank]) or seqlen not in (-1, sum(sizes)):
+        found = f"tokens={tokens}" if tokens >= 0 else f"seqlen={seqlen}"
+        raise ValueError(
+            f"{found}, but split_sizes={sizes}: expected split_sizes[{rank}]={sizes[rank]} tokens "
+            f"on this rank, {sum(sizes)} in all."
+        )
+    return split_sizes.clone()
+
+
+@_verified_split_sizes.register_fake
+def _(split_sizes: torch.Tensor, rank: int, tokens: int, seqlen: int) -> torch.Tensor:
+    return torch.empty_like(split_sizes)

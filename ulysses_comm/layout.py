@@ -54,11 +54,12 @@ def check_split_sizes(split_sizes: Sequence[int] | torch.Tensor, world_size: int
         ValueError: If it has another length, a negative entry, or one that is not a whole number.
     """
     if isinstance(split_sizes, torch.Tensor):
-        if (
-            split_sizes.dim() != 1
-            or split_sizes.dtype != torch.int64
-            or (split_sizes.is_meta and not torch.compiler.is_compiling())
-        ):
+        if torch.compiler.is_compiling():
+            raise ValueError(
+                "split_sizes is a tensor inside torch.compile: expected numbers. Read them once "
+                "for all exchanges, by ulysses_comm.read_split_sizes."
+            )
+        if split_sizes.dim() != 1 or split_sizes.dtype != torch.int64 or split_sizes.is_meta:
             raise ValueError(
                 f"split_sizes is a tensor of shape {tuple(split_sizes.shape)} and "
                 f"{split_sizes.dtype} on {split_sizes.device}: expected a list, or int64 of shape "
@@ -89,8 +90,7 @@ def violated(holds: bool) -> bool:
 
     Traced, a condition on sizes that are only known at run time (unbacked ones) becomes an
     assertion of the graph, which raises a RuntimeError there, and counts as met here. What must
-    not be missed has to be checked at run time too: torch 2.11 to 2.13 lose such assertions on the
-    way from Dynamo's graph to the one that runs.
+    not be missed has to be compared at run time too; see `read_split_sizes`.
     """
     if not torch.compiler.is_compiling():
         return not holds

@@ -117,7 +117,11 @@ def simulate(
 
         def body(rank: int) -> Result:
             group = world.process_group(
-                name, name, range(world_size), rank, f"ulysses_comm/{name}/rank_{rank}"
+                name,
+                name,
+                range(world_size),
+                rank,
+                f"ulysses_comm/{name}/rank_{rank}_of_{world_size}",
             )
             with registered(group):
                 return step(group)

@@ -1,4 +1,4 @@
-"""The exchanges in a form that `torch.compile` follows: torch operators around one registered one.
+"""The exchanges in a form that `torch.compile` follows: torch operators around one collective.
 
 The compiler fuses the concatenation into what produces the inputs, so a compiled region stores Q, K
 and V in send order to begin with; autograd's formulas come with the operators. docs/compile.md says
@@ -14,9 +14,14 @@ from typing import Any
 
 import torch
 
-import ulysses_comm.agreement_operator  # noqa: F401  registers what `agree` calls in a graph
-from ulysses_comm.byte_exchange import scatter_heads_bytes, scatter_seqlen_bytes
-from ulysses_comm.collective import all_to_all_rows
+from ulysses_comm.byte_rows import (
+    SCATTERED,
+    container_of,
+    elements_per_row,
+    pack_rows,
+    unpack_rows,
+)
+from ulysses_comm.collective import WIRE_DTYPES, all_to_all_rows, is_tracked
 from ulysses_comm.head_split import HeadSplit
 from ulysses_comm.layout import summing_dtype
 from ulysses_comm.transfer import Route
@@ -27,8 +32,8 @@ def scatter_heads_traced(
     inputs: Sequence[torch.Tensor], wire: Wire, route: Route
 ) -> list[torch.Tensor]:
     """Do what `start_scatter_heads` and `finish_scatter_heads` do, traceably."""
-    if not wire.is_uniform:
-        return scatter_heads_bytes(
+    if _go_as_bytes(inputs, wire):
+        return _scatter_heads_bytes(
             [t if t.dim() == 3 else t.flatten(1, 2) for t in inputs], wire, route
         )
     if wire.is_even:
@@ -55,11 +60,11 @@ def scatter_seqlen_traced(
     inputs: Sequence[torch.Tensor], wire: Wire, route: Route, as_shards: Sequence[bool]
 ) -> list[torch.Tensor]:
     """Do what `start_scatter_seqlen` and `finish_scatter_seqlen` do, traceably."""
-    if not wire.is_uniform:
+    if _go_as_bytes(inputs, wire):
         return [
             flat.unflatten(1, (wire.world_size, split.counts[0])) if shards else flat
             for flat, split, shards in zip(
-                scatter_seqlen_bytes(inputs, wire, route), wire.splits, as_shards, strict=True
+                _scatter_seqlen_bytes(inputs, wire, route), wire.splits, as_shards, strict=True
             )
         ]
     send = torch.cat(list(inputs), dim=1) if len(inputs) > 1 else inputs[0].to(wire.dtype)
@@ -87,6 +92,47 @@ def scatter_seqlen_traced(
         _assemble([block[index] for block in blocks], wire, index)
         for index in range(len(wire.splits))
     ]
+
+
+def _go_as_bytes(inputs: Sequence[torch.Tensor], wire: Wire) -> bool:
+    """Whether rows are packed into a dtype that a backend knows, rather than being heads."""
+    if wire.is_uniform and wire.dtype in WIRE_DTYPES:
+        return False
+    if is_tracked(inputs) and not container_of(wire).is_floating_point:
+        raise RuntimeError(
+            f"Inputs of {[str(t.dtype) for t in inputs]} make rows of an odd number of bytes, "
+            "which carry no gradient inside torch.compile, but one requires grad. Exchange them "
+            "outside the compiled region, or with an even head_dim."
+        )
+    return True
+
+
+def _scatter_heads_bytes(
+    inputs: Sequence[torch.Tensor], wire: Wire, route: Route
+) -> list[torch.Tensor]:
+    sizes = elements_per_row(wire)
+    inputs = [tensor.to(dtype) for tensor, dtype in zip(inputs, wire.dtypes, strict=True)]
+    received = all_to_all_rows(
+        pack_rows(inputs, wire, SCATTERED),
+        [tokens * sizes[route.rank] for tokens in route.split_sizes],
+        [route.tokens * size for size in sizes],
+        route.group,
+    )
+    return unpack_rows(received, route.seqlen, wire, route.rank)
+
+
+def _scatter_seqlen_bytes(
+    inputs: Sequence[torch.Tensor], wire: Wire, route: Route
+) -> list[torch.Tensor]:
+    sizes = elements_per_row(wire)
+    inputs = [tensor.to(dtype) for tensor, dtype in zip(inputs, wire.dtypes, strict=True)]
+    received = all_to_all_rows(
+        pack_rows(inputs, wire, route.rank),
+        [route.tokens * size for size in sizes],
+        [tokens * sizes[route.rank] for tokens in route.split_sizes],
+        route.group,
+    )
+    return unpack_rows(received, route.tokens, wire, SCATTERED)
 
 
 def _blocks_by_rank(inputs: Sequence[torch.Tensor], wire: Wire) -> list[torch.Tensor]:

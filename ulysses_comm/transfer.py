@@ -287,7 +287,7 @@ def _flatten(parts: list[tuple[Run, torch.Tensor]], transfer: Transfer, index: i
     shape = (route.tokens, split.num_heads, wire.head_dims[index])
     flat = None if buffers.results is None else buffers.results[index]
     if split.overlaps:
-        total = _sum_shares(parts, shape, wire.dtypes[index])
+        total = sum_shares(parts, shape, wire.dtypes[index])
         return total if flat is None else flat.copy_(total)
     if flat is None and len(parts) == 1 and flattens_as_view(parts[0][1]):
         return parts[0][1].flatten(1, 2)
@@ -299,7 +299,7 @@ def _flatten(parts: list[tuple[Run, torch.Tensor]], transfer: Transfer, index: i
     return flat
 
 
-def _sum_shares(
+def sum_shares(
     parts: list[tuple[Run, torch.Tensor]], shape: tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor:
     """Add up the shares of heads that several ranks own, in rank order, rounded once."""

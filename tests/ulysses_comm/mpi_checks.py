@@ -240,7 +240,7 @@ def check_async_reduction_and_future(group: Any) -> None:
 
 
 def check_gradients(group: Any) -> None:
-    """The registered operator finds the group by name and sends gradients back."""
+    """The exchanges send gradients back, and the traced ones find the group by name."""
     rank, size = group.rank(), group.size()
     splits = cases.SPLITS[size][2]
     weights = torch.arange(float(sum(splits) * size * 2 * 4)).view(sum(splits), size * 2, 4)
@@ -263,7 +263,7 @@ def check_gradients(group: Any) -> None:
 
 
 def check_compiled_all_to_all(group: Any) -> None:
-    """The registered operator, traced whole, forward and backward, against eager."""
+    """The all-to-all for compilers, traced whole, forward and backward, against eager."""
     rank, size = group.rank(), group.size()
     sends, receives = row_counts(size, rank), [row_counts(size, r)[rank] for r in range(size)]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -11,20 +10,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from functorch.compile import make_boxed_func
-from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 from tests.bits import assert_same_bits, quiet_nans, random_bits
+from tests.ranks import run_ranks
 from tests.traffic import calls_of
-from tests.ulysses_comm.compiling import Compiled, fresh_compiler, of_any_length, own_copy
+from tests.ulysses_comm.compiling import Compiled, fresh_compiler, of_any_length
 from ulysses_comm import (
     LONE_RANK,
     HeadSplit,
-    keep_exchanged,
     pack_head_shards,
+    read_split_sizes,
     scatter_heads_gather_seqlen,
     scatter_seqlen_gather_head_shards,
     scatter_seqlen_gather_heads,
@@ -172,6 +170,9 @@ def program_of(case: Case) -> Callable[..., list[torch.Tensor]]:
     """Return the function to compile: an exchange, with moves for the compiler on either side."""
 
     def program(tensors: list[torch.Tensor], splits: Any, group: Any) -> list[torch.Tensor]:
+        if isinstance(splits, torch.Tensor):
+            name = "seqlen" if case.outwards else "tokens"
+            splits = read_split_sizes(splits, group, **{name: tensors[0].shape[0]})
         turned = [turn(tensor) for tensor in tensors]
         return [turn(result) for result in case.run(turned, splits, group)]
 
@@ -374,6 +375,23 @@ def test_wrong_sizes_are_an_error_before_anything_is_sent(name: str) -> None:
         assert all("split_sizes" in text or "ssertion failed" in text for text in bad), bad
 
 
+def test_split_sizes_have_to_be_read_once() -> None:
+    """Inductor cannot place several reads of them in one graph."""
+
+    def step(group: dist.ProcessGroup) -> None:
+        tensor, sizes = torch.zeros((3, 5)[group.rank()], 4, 4), torch.tensor([3, 5])
+        with pytest.raises(RuntimeError, match=r"ulysses_comm\.read_split_sizes"):
+            Compiled(head_scatter)(tensor, sizes, group)
+        for wrong in (torch.tensor([3, 5, 1]), torch.tensor([3.0, 5.0])):
+            with pytest.raises(ValueError, match="int64 of shape"):
+                read_split_sizes(wrong, group)
+        assert read_split_sizes(sizes, group, tokens=tensor.shape[0], seqlen=8) == [3, 5]
+        with pytest.raises(ValueError, match=r"seqlen=9, but split_sizes=\[3, 5\]"):
+            read_split_sizes(sizes, group, seqlen=9)
+
+    simulate(2, step)
+
+
 def test_bad_input_that_a_trace_can_see_says_what_was_expected() -> None:
     def program(tensor: torch.Tensor, group: Any) -> torch.Tensor:
         return scatter_heads_gather_seqlen([tensor], [3, 5], group)[0]
@@ -445,16 +463,6 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def test_a_graph_refuses_a_group_that_took_the_name_of_the_one_it_was_traced_for() -> None:
-    with fake_world(1, 4):
-        rows = torch.zeros(8, 2)
-        call = torch.ops.ulysses_comm.all_to_all_rows
-        assert call(rows, [2] * 4, [2] * 4, dist.group.WORLD.group_name, 1).shape == (8, 2)
-        for rank, counts in [(0, [2] * 4), (1, [2, 6])]:
-            with pytest.raises(RuntimeError, match="made anew under the same name"):
-                call(rows, counts, counts, dist.group.WORLD.group_name, rank)
-
-
 def test_ranks_of_a_simulated_world_do_not_share_graphs() -> None:
     """They share the process, the code, and the name of the default group."""
     compiled = torch.compile(head_scatter, backend="aot_eager", fullgraph=True)
@@ -473,7 +481,7 @@ def test_ranks_of_a_simulated_world_do_not_share_graphs() -> None:
             ]
 
 
-# What a compiler would do to a pure function: merge two calls, drop one, swap two.
+# What a compiler may do to calls that look like pure functions: drop one, swap two, merge equals.
 
 
 def hazards(tensor: torch.Tensor, splits: list[int], group: Any) -> list[torch.Tensor]:
@@ -486,81 +494,54 @@ def hazards(tensor: torch.Tensor, splits: list[int], group: Any) -> list[torch.T
     return [first + same, last * 3, second]
 
 
-WIDTHS = [1, 2, 1, 3, 4]
-
-
-@pytest.mark.parametrize("tracked", [False, True])
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-def test_every_exchange_takes_place_once_and_in_order(tracked: bool, dynamic: bool) -> None:
+def widths_sent(backend: str, dynamic: bool, tracked: bool) -> list[int]:
+    """Return the row width of each collective that a compiled `hazards` comes to."""
     splits = [2, 3]
 
     def step(group: dist.ProcessGroup) -> None:
-        compiled = Compiled(hazards, dynamic=dynamic)
+        compiled = Compiled(hazards, backend, dynamic)
         tensor = torch.ones(splits[group.rank()], 2, 4, requires_grad=tracked)
         results = compiled(tensor, splits, group)
         if tracked:
             sum(result.sum() for result in results).backward()
 
-    simulation = simulate(2, step)
-    widths = [call.send_shapes[0][-1] for call in calls_of(simulation)]
-    # Backward in the opposite order, but for the one that has no gradient to send back.
-    assert widths == WIDTHS + ([4, 1, 2, 1] if tracked else [])
+    # The simulator refuses ranks that do not agree on the order.
+    return [call.send_shapes[0][-1] for call in calls_of(simulate(2, step))]
 
 
-def test_the_graph_threads_a_token_through_the_exchanges() -> None:
-    """What keeps them in order in every pass, Inductor's too: each takes the last one's token."""
-    texts: list[str] = []
-
-    def keep(graph: torch.fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
-        texts.append(graph.print_readable(print_output=False))
-        return make_boxed_func(graph.forward)
-
-    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
-
-    def step(group: dist.ProcessGroup) -> None:
-        compiled = torch.compile(own_copy(hazards), backend=backend, fullgraph=True)
-        tensor = torch.ones([2, 3][group.rank()], 2, 4, requires_grad=True)
-        sum(result.sum() for result in compiled(tensor, [2, 3], group)).backward()
-
-    simulate(2, step)
-    for text, count in zip(texts, [5, 5, 4, 4], strict=True):
-        calls = re.findall(r"with_effects\w* = \S*with_effects\((\w+), \S*all_to_all_rows", text)
-        assert len(calls) == count
-        assert len(set(calls)) == count, "two exchanges take the same token"
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_every_exchange_takes_place_in_order(dynamic: bool) -> None:
+    assert widths_sent("aot_eager", dynamic, tracked=False) == [1, 2, 1, 3, 4]
 
 
-def checkpointed(x: torch.Tensor, group: Any) -> torch.Tensor:
-    q = scatter_heads_gather_seqlen([x.sin()], (3, 2), group)[0]
-    return scatter_seqlen_gather_heads(q.cos(), (3, 2), group).sin()
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_with_gradients_equal_exchanges_are_one_on_every_rank(dynamic: bool) -> None:
+    """torch merges equal nodes of graphs that have a backward; order and the rest are kept."""
+    assert widths_sent("aot_eager", dynamic, tracked=True) == [1, 2, 3, 4, 4, 1, 2]
 
 
-def test_a_compiled_checkpoint_recomputes_all_but_the_exchanges() -> None:
-    def program(x: torch.Tensor, group: Any) -> torch.Tensor:
-        return checkpoint(checkpointed, x, group, use_reentrant=False, context_fn=keep_exchanged)
+def checkpointed(x: torch.Tensor, splits: Any, group: Any) -> torch.Tensor:
+    if isinstance(splits, torch.Tensor):
+        splits = read_split_sizes(splits, group, tokens=x.shape[0])
+    q = scatter_heads_gather_seqlen([x.sin()], splits, group)[0]
+    return scatter_seqlen_gather_heads(q.cos(), splits, group).sin()
+
+
+@pytest.mark.parametrize("any_length", [False, True])
+def test_a_compiled_checkpoint_exchanges_again_and_keeps_the_gradients(any_length: bool) -> None:
+    def program(x: torch.Tensor, splits: Any, group: Any) -> torch.Tensor:
+        return checkpoint(checkpointed, x, splits, group, use_reentrant=False)
 
     def step(group: dist.ProcessGroup) -> None:
         x = torch.randn((3, 2)[group.rank()], 4, 2, requires_grad=True)
-        (expected,) = torch.autograd.grad(loss_of([checkpointed(x, group)]), x)
-        for call in (program, Compiled(program)):
-            (actual,) = torch.autograd.grad(loss_of([call(x, group)]), x)
-            torch.testing.assert_close(actual, expected)
+        (expected,) = torch.autograd.grad(loss_of([checkpointed(x, (3, 2), group)]), x)
+        if any_length:
+            of_any_length(x)
+        splits = torch.tensor([3, 2]) if any_length else (3, 2)
+        (actual,) = torch.autograd.grad(loss_of([Compiled(program)(x, splits, group)]), x)
+        torch.testing.assert_close(actual, expected)
 
-    # Eager mode exchanges again in backward, a compiled region does not.
-    assert len(calls_of(simulate(2, step, seed=0))) == 4 + 6 + 4
-
-
-def test_a_compiled_checkpoint_that_would_repeat_exchanges_is_refused() -> None:
-    """By torch. Once this fails, the advice in docs/compile.md can go."""
-
-    def program(x: torch.Tensor, group: Any) -> torch.Tensor:
-        return checkpoint(checkpointed, x, group, use_reentrant=False)
-
-    def step(group: dist.ProcessGroup) -> None:
-        x = torch.randn((3, 2)[group.rank()], 4, 2, requires_grad=True)
-        with pytest.raises(AssertionError, match="saved"):
-            Compiled(program)(x, group)
-
-    simulate(2, step, seed=0)
+    assert len(calls_of(simulate(2, step, seed=0))) == 4 + 6
 
 
 def test_differentiating_a_compiled_exchange_twice_is_refused() -> None:
@@ -575,3 +556,28 @@ def test_differentiating_a_compiled_exchange_twice_is_refused() -> None:
             first.sum().backward()
 
     simulate(2, step)
+
+
+# The same between real processes.
+
+
+def compiles_on_gloo(group: dist.ProcessGroup) -> int:
+    """Run every length through one graph; return how often this rank compiled."""
+    with fresh_compiler(error_on_recompile=True):
+        case = CASES[0]
+        program = program_of(case)
+        compiled = Compiled(program)
+        for splits in [(7, 9), (0, 9), (1, 9), (9, 0)]:
+            leaves = [t.requires_grad_() for t in case.finite(group.rank(), splits)]
+            expected = gradients(program, leaves, splits, group)
+            for leaf in leaves:
+                leaf.grad = None
+            of_any_length(*leaves)
+            actual = gradients(compiled, leaves, torch.tensor(splits), group)
+            assert_all_same_bits(actual, expected, f"gradient for {splits},")
+        return compiled.count
+
+
+@pytest.mark.gloo
+def test_real_ranks_compile_once_each() -> None:
+    assert run_ranks(compiles_on_gloo, 2) == [1, 1]
