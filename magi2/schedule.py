@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from magi2.extras import require
 from magi2.settings import SamplingSettings
 
 NUM_TIMESTEPS = 1000
@@ -62,14 +63,8 @@ def make_solver(settings: SamplingSettings) -> Any:
         ModuleNotFoundError: If diffusers is not installed.
         RuntimeError: If this version of diffusers makes other noise levels of those it is given.
     """
-    try:
-        import diffusers
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "sampling needs diffusers, which is not installed: pip install 'ulysses-comm[pipeline]'"
-        ) from error
+    scheduler = require("diffusers", "sampling").UniPCMultistepScheduler
     num_steps, shift = settings.num_inference_steps, settings.shift
-    scheduler: Any = diffusers.UniPCMultistepScheduler
     solver = scheduler(
         num_train_timesteps=NUM_TIMESTEPS,
         solver_order=_ORDER,
