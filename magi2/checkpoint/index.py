@@ -54,9 +54,10 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     ]
     faults += list_names("in the index, but not in the shard it names", lost)
     faults += list_names("in a shard, but not so in the index", unlisted)
+    # Other safetensors files beside the shards, such as text features, are no part of them.
     faults += list_names(
         "shards in the folder that the index does not name",
-        sorted({path.name for path in folder.glob("*.safetensors")} - set(weight_map.values())),
+        sorted({path.name for path in folder.glob("model*.safetensors")} - {*weight_map.values()}),
     )
     stored = sum(s.num_bytes for shard in files.values() for s in shard.tensors.values())
     if not faults and total_size is not None and total_size != stored:

@@ -277,6 +277,11 @@ def test_refuses_a_shard_that_the_index_does_not_name(copy):
     assert "the index does not name: model-00009-of-00009.safetensors" in message
 
 
+def test_lets_other_safetensors_files_lie_beside_the_shards(copy):
+    save_file({"x": torch.zeros(1)}, copy / "text_features.safetensors")
+    open_checkpoint(copy)
+
+
 @pytest.mark.parametrize("file", ["../other/one.safetensors", "/one.safetensors", "a/b", 7, None])
 def test_refuses_an_index_that_points_out_of_its_folder(copy, file):
     index = json.loads((copy / INDEX_NAME).read_text())
