@@ -53,18 +53,36 @@ class MultiHeadMoe(nn.Module):
 
     def forward(self, u: torch.Tensor, plan: RequestPlan) -> torch.Tensor:
         """(tokens, hidden) in modality order to the same."""
+        x, common = self.project(u, plan)
+        return self.output(self.route(x, plan), common, plan)
+
+    def project(self, u: torch.Tensor, plan: RequestPlan) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is sent to the routed experts, and what this rank's own experts add.
+
+        Args:
+            u: (tokens, hidden) in modality order.
+            plan: Of the request.
+
+        Returns:
+            (tokens, moe_hidden), and the sum of the expert that every token uses and its
+            modality's: (tokens, hidden).
+        """
         sizes = plan.order.group_sizes
         x = self.pre_norm(u, sizes)
-        routed = self.merge_linear(self.route(self.split_linear(x, sizes), plan), sizes)
+        split = self.split_linear(x, sizes)
         # Each first projection is activated on its own: its result stays dense for the second.
         shared_inner = swiglu7_torch(self.shared_expert_fc1(x, sizes))
         shared = self.shared_expert_fc2(shared_inner, sizes)
         own_inner = swiglu7_torch(self.modality_specific_shared_expert_fc1(x, sizes))
         own = self.modality_specific_shared_expert_fc2(own_inner, sizes)
-        out: torch.Tensor = routed + (shared + own)
-        return out
+        return split, shared + own
 
     def route(self, x: torch.Tensor, plan: RequestPlan) -> torch.Tensor:
         """The routed experts on the heads of (tokens, moe_hidden), as such a tensor."""
         heads = x.unflatten(1, (self.num_heads, -1))
         return run_on_head_owners(heads, self.moe_mlp, plan.experts).flatten(1)
+
+    def output(self, routed: torch.Tensor, common: torch.Tensor, plan: RequestPlan) -> torch.Tensor:
+        """Merge the routed heads and add what `project` kept: (tokens, hidden)."""
+        merged: torch.Tensor = self.merge_linear(routed, plan.order.group_sizes)
+        return merged + common
