@@ -247,12 +247,12 @@ def _check_state(state: SamplerState, num_steps: int) -> None:
 def _check_velocity(name: str, velocity: torch.Tensor, latent: torch.Tensor, step: int) -> None:
     if velocity.shape != latent.shape:
         raise RuntimeError(
-            f"step {step + 1} gave a {name} velocity {describe(velocity)}: expected "
+            f"the {name} velocity of step {step + 1} is {describe(velocity)}: expected "
             f"{tuple(latent.shape)}, as the latent."
         )
     if not bool(velocity.isfinite().all()):
         raise RuntimeError(
-            f"step {step + 1} gave a {name} velocity that holds NaN or infinity: expected finite "
+            f"the {name} velocity of step {step + 1} holds NaN or infinity: expected finite "
             "numbers. The weights, the text features or the state that the run went on from are "
             "damaged, or the guidance scale is far too large."
         )
