@@ -1,0 +1,1 @@
+"""Files that people open: videos, sound, and previews of latents."""
