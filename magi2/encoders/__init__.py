@@ -1,0 +1,1 @@
+"""From a prompt and reference images to what the transformer is conditioned on."""
