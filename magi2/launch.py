@@ -152,18 +152,20 @@ class RankFailedError(RuntimeError):
 
     Attributes:
         speaks: Whether this rank has to print the text. Others say the same already if not.
+        is_fault: Whether the program itself is to blame, and a traceback of use.
     """
 
-    def __init__(self, text: str, *, speaks: bool) -> None:
+    def __init__(self, text: str, *, speaks: bool, is_fault: bool = False) -> None:
         super().__init__(text)
         self.speaks = speaks
+        self.is_fault = is_fault
 
 
 def run_on_ranks(
     program: Callable[[Ranks], Result],
     sizes: ParallelSizes,
     *,
-    num_expert_heads: int | None = None,
+    num_expert_heads: int | Callable[[], int] | None = None,
     simulate: int | None = None,
     device: str | None = None,
     backend: str | None = None,
@@ -174,7 +176,8 @@ def run_on_ranks(
     Args:
         program: Calls the same collectives on every rank.
         sizes: How the ranks divide the work.
-        num_expert_heads: Heads of the expert mixture, which decide an expert size of None.
+        num_expert_heads: Heads of the expert mixture, which decide an expert size of None. A
+            function is called on every rank, and may raise on all of them as program may.
         simulate: Ranks to simulate in this process; None for those that torchrun or mpirun
             started, for the default group of torch.distributed if there is one, else one rank.
         device: "cpu", "cuda" or "musa"; None for what the machine has.
@@ -212,7 +215,7 @@ def run_on_ranks(
 def _run_simulated(
     program: Callable[[Ranks], Result],
     sizes: ParallelSizes,
-    num_expert_heads: int | None,
+    num_expert_heads: int | Callable[[], int] | None,
     world_size: int,
     device: str | None,
 ) -> Result:
@@ -234,7 +237,7 @@ def _run_simulated(
 def _run_real(
     program: Callable[[Ranks], Result],
     sizes: ParallelSizes,
-    num_expert_heads: int | None,
+    num_expert_heads: int | Callable[[], int] | None,
     started: Ranks,
 ) -> Result:
     try:
@@ -245,8 +248,12 @@ def _run_real(
         raise _failure(error, started.rank, started.world_size) from error
 
 
-def _with_topology(started: Ranks, sizes: ParallelSizes, num_expert_heads: int | None) -> Ranks:
+def _with_topology(
+    started: Ranks, sizes: ParallelSizes, num_expert_heads: int | Callable[[], int] | None
+) -> Ranks:
     ulysses = sizes.ulysses_of(started.world_size)
+    if callable(num_expert_heads):
+        num_expert_heads = num_expert_heads()
     if started.world_size == 1:
         return started
     shape: tuple[int, ...] = (ulysses,)
@@ -271,13 +278,21 @@ def _failure(error: BaseException, rank: int, world_size: int) -> RankFailedErro
         return RankFailedError(own, speaks=False)
     first_rank, first = _publish(rank, own)
     if first_rank == rank:
-        return RankFailedError(f"rank {rank} of {world_size}: {own}", speaks=True)
+        return RankFailedError(
+            f"rank {rank} of {world_size}: {own}", speaks=True, is_fault=_is_fault(error)
+        )
     if first == own:
         return RankFailedError(own, speaks=False)
     return RankFailedError(
         f"rank {rank} of {world_size}: stopped, because rank {first_rank} failed: {first}",
         speaks=True,
     )
+
+
+def _is_fault(error: BaseException) -> bool:
+    # A lost connection says nothing about this program, nor does Ctrl-C.
+    known = (ValueError, OSError, KeyboardInterrupt, ModuleNotFoundError, dist.DistError)
+    return not isinstance(error, known) and "peer" not in str(error)
 
 
 def _publish(rank: int, text: str) -> tuple[int, str]:

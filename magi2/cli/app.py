@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import functools
+import os
+import sys
+import time
+import traceback as tracebacks
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+
+from magi2.cli.generate import generate
+
+if TYPE_CHECKING:
+    from magi2.launch import RankFailedError
 
 app = typer.Typer(
     name="magi2", add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True
 )
 
+_INTERRUPTED = 130  # as a shell reports a program that Ctrl-C ended
+_PATIENCE_SECONDS = 1.0
 _shows_tracebacks: ContextVar[bool] = ContextVar("shows_tracebacks", default=False)
 
 
@@ -29,23 +40,58 @@ def cli(
 def add_command(name: str, function: Callable[..., None]) -> None:
     """Register a command, whose ValueError and OSError end the program with their text alone.
 
-    Such errors say what was given and how to fix it. Anything else is a fault of this package and
-    keeps its traceback.
+    Such errors say what was given and how to fix it, as does a missing package. Anything else is a
+    fault of this package and keeps its traceback.
     """
 
     @functools.wraps(function)
     def command(*args: Any, **kwargs: Any) -> None:
         try:
             function(*args, **kwargs)
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, ModuleNotFoundError) as error:
             if _shows_tracebacks.get():
                 raise
-            typer.echo(f"magi2 {name}: {error}", err=True)
+            typer.echo(f"magi2 {name}: {_with_rank(error)}", err=True)
             raise typer.Exit(1) from error
+        except KeyboardInterrupt as error:
+            typer.echo(f"magi2 {name}: interrupted", err=True)
+            raise typer.Exit(_INTERRUPTED) from error
+        except RuntimeError as error:
+            from magi2.launch import RankFailedError
+
+            if not isinstance(error, RankFailedError):
+                raise
+            _end_process(name, error)
 
     app.command(name)(command)
+
+
+add_command("generate", generate)
 
 
 def main() -> None:
     """Run the command line."""
     app(prog_name="magi2")
+
+
+def _with_rank(error: Exception) -> str:
+    """An error's text, and which simulated rank raised it."""
+    notes = [note.partition("\n")[0] for note in getattr(error, "__notes__", [])]
+    return " ".join([str(error), *(f"({note})" for note in notes)])
+
+
+def _end_process(name: str, error: RankFailedError) -> NoReturn:
+    """End this process of several at once, its text printed.
+
+    No way back through the interpreter's end: it may wait for ranks that are gone.
+    """
+    if error.speaks:
+        if error.is_fault or _shows_tracebacks.get():
+            tracebacks.print_exception(error.__cause__)
+        typer.echo(f"magi2 {name}: {error}", err=True)
+    else:
+        # Whoever started the ranks may end all of them with the first: let the others speak.
+        time.sleep(_PATIENCE_SECONDS)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(_INTERRUPTED if isinstance(error.__cause__, KeyboardInterrupt) else 1)

@@ -1,0 +1,69 @@
+"""Everything that a run's bits depend on, as names and values."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from magi2.conditioning import Conditioning
+from magi2.generate_request import GenerateRequest
+from magi2.geometry import Geometry
+from magi2.hashes import tensors_sha256
+from magi2.launch import Ranks
+from magi2.release import Release
+from magi2.settings import SamplingSettings
+
+
+def fingerprint_of(
+    request: GenerateRequest,
+    release: Release,
+    settings: SamplingSettings,
+    geometry: Geometry,
+    seed: int,
+    conditioning: Conditioning,
+    ranks: Ranks,
+) -> dict[str, str]:
+    """What has to be equal for a run to go on with the same bits.
+
+    What started the ranks is no part of it, nor are the layouts that give the same bits.
+    """
+    topology, options = ranks.topology, request.options
+    facts: dict[str, object] = {
+        "checkpoint": release.sha256(),
+        "conditioning": conditioning_sha256(conditioning),
+        "seed": seed,
+        "world_size": ranks.world_size,
+        "ulysses_degree": topology.sequence_size,
+        "cfg_parallel_size": topology.cfg_size,
+        "expert_parallel_size": topology.expert_size,
+        "pad_to_multiple_of": request.pad_to_multiple_of,
+        "route_sum": options.route_sum,
+        "router_bias": options.router_bias,
+        "replicated_expert_exchange": options.replicated_expert_exchange,
+        "compile": request.compile,
+        "deterministic": request.deterministic,
+        "device": _device_name(ranks.device),
+        "torch": torch.__version__,
+    }
+    if ranks.device.type == "cpu":
+        # How many threads share a sum decides how it is rounded.
+        facts["threads"] = torch.get_num_threads()
+    facts.update(dataclasses.asdict(settings))
+    facts.update(dataclasses.asdict(geometry))
+    return {name: str(value) for name, value in facts.items()}
+
+
+def conditioning_sha256(conditioning: Conditioning) -> str:
+    """A hash of text features, images and how they are used."""
+    tensors = {"prompt": conditioning.prompt, "negative": conditioning.negative}
+    for number, image in enumerate(conditioning.images):
+        tensors[f"image {number}"] = image.latent
+        tensors[f"special token {number}"] = image.special_token
+    return tensors_sha256(tensors)
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "cpu"
+    return str(torch.get_device_module(device).get_device_name(device))

@@ -1,0 +1,356 @@
+"""From a request to video and audio: the one place that knows every part.
+
+    result = generate("checkpoint", GenerateRequest(output=Path("out"), prompt="..."), simulate=4)
+
+The first rank reads, encodes, decodes and writes; every rank samples. Docs: docs/pipeline.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+import torch.distributed as dist
+
+from magi2.checkpoint import load_checkpoint
+from magi2.conditioning import Conditioning
+from magi2.decoding import Decoders, load_decoders
+from magi2.denoiser import Denoiser
+from magi2.determinism import deterministic_mode
+from magi2.fingerprint import fingerprint_of
+from magi2.generate_request import GenerateRequest
+from magi2.geometry import Geometry
+from magi2.hashes import raw_sha256
+from magi2.inputs import Inputs, encode_inputs, read_inputs
+from magi2.launch import DEFAULT_TIMEOUT, ParallelSizes, Ranks, run_on_ranks
+from magi2.output_folder import FEATURES_NAME, OutputFolder, bytes_needed
+from magi2.release import Release, open_release
+from magi2.results import write_results
+from magi2.run_state import check_same_run, load_state, save_state
+from magi2.sampler import SamplerState, draw_noise, sample, state_from_tensors, state_to_tensors
+from magi2.settings import SamplingSettings
+from magi2.transformer import Magi2Transformer
+from ulysses_comm import hardware
+
+if TYPE_CHECKING:
+    from magi2.compiling import RegionCompiler
+
+
+class Progress(Protocol):
+    """What a run tells while it goes on; only the first rank tells."""
+
+    def phase(self, text: str) -> None:
+        """Say what begins now, such as "loading the transformer"."""
+
+    def step(self, done: int, total: int, seconds: float) -> None:
+        """Say that a step is done, its state saved, and how long it took."""
+
+
+class Silence:
+    """Progress that nobody watches."""
+
+    def phase(self, text: str) -> None:
+        """Say nothing."""
+
+    def step(self, done: int, total: int, seconds: float) -> None:
+        """Say nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateResult:
+    """What a run leaves behind, the same on every rank.
+
+    Args:
+        video: (video channels, frames, rows, columns) float32 latent, on the CPU.
+        audio: (audio latents, audio channels) float32 latent, on the CPU.
+        hashes: SHA-256 of the raw bytes of what was made, by name.
+        files: What was written.
+        notes: What the run did without, in sentences.
+        step_seconds: Time of each step done now, on this rank.
+        resumed_from: Steps that an earlier run had done; 0 for none.
+        is_first: Whether this is the rank that speaks for all.
+    """
+
+    video: torch.Tensor
+    audio: torch.Tensor
+    hashes: Mapping[str, str]
+    files: tuple[Path, ...]
+    notes: tuple[str, ...]
+    step_seconds: tuple[float, ...]
+    resumed_from: int
+    is_first: bool
+
+
+def generate(
+    folder: str | Path,
+    request: GenerateRequest,
+    *,
+    parts: Mapping[str, Path | None] | None = None,
+    sizes: ParallelSizes | None = None,
+    simulate: int | None = None,
+    device: str | None = None,
+    backend: str | None = None,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+    progress: Progress | None = None,
+) -> GenerateResult:
+    """Make one clip, on all ranks together.
+
+    Args:
+        folder: A checkpoint as `magi2.release.open_release` takes it.
+        request: The clip; the same on every rank.
+        parts: Where optional parts are, by key of `magi2.release.PARTS`.
+        sizes: How the ranks divide the work; None for all on the tokens.
+        simulate: As in `magi2.launch.run_on_ranks`, as are device, backend and timeout.
+        device: "cpu", "cuda" or "musa"; None for what the machine has.
+        backend: Of torch.distributed; None for the one that fits.
+        timeout: How long a rank waits for others.
+        progress: Is told how the run goes on.
+
+    Raises:
+        ValueError: If anything that was asked for cannot be: before weights are read.
+        OSError: If something cannot be written; the state of the last saved step stays.
+        RankFailedError: On several processes, whatever ended the run.
+    """
+    run = _Run(Path(folder), request, parts or {}, sizes or ParallelSizes(), progress or Silence())
+    with deterministic_mode(request.deterministic):
+        return run_on_ranks(
+            run.on_rank,
+            run.sizes,
+            num_expert_heads=lambda: run.release.config.moe.num_heads,
+            simulate=simulate,
+            device=device,
+            backend=backend,
+            timeout=timeout,
+        )
+
+
+class _Run:
+    """One run in this process, for one rank or for all simulated ones."""
+
+    def __init__(
+        self,
+        folder: Path,
+        request: GenerateRequest,
+        parts: Mapping[str, Path | None],
+        sizes: ParallelSizes,
+        progress: Progress,
+    ) -> None:
+        self.folder = folder
+        self.request = request
+        self.parts = parts
+        self.sizes = sizes
+        self.progress = progress
+        self.output = OutputFolder(request.output)
+        self._release: Release | None = None
+        # Of the first rank alone:
+        self._inputs: Inputs | None = None
+        self._decoders = Decoders()
+        # Simulated ranks compile once for all.
+        self._compiler: RegionCompiler | None = None
+
+    @property
+    def release(self) -> Release:
+        """The checkpoint, looked through when it is first asked for."""
+        if self._release is None:
+            self._release = open_release(self.folder, self.parts)
+        return self._release
+
+    @property
+    def settings(self) -> SamplingSettings:
+        """The checkpoint's, with what the request changes."""
+        return self.request.settings_of(self.release.settings)
+
+    @property
+    def geometry(self) -> Geometry:
+        """Of the clip."""
+        return self.request.geometry_of(self.settings)
+
+    @property
+    def seed(self) -> int:
+        """Of the noise."""
+        return self.release.seed if self.request.seed is None else self.request.seed
+
+    def on_rank(self, ranks: Ranks) -> GenerateResult:
+        """The whole run, on one rank."""
+        settings, geometry = self.settings, self.geometry
+        resumes = ranks.on_first(self._check)
+        self._phase(ranks, "encoding text and images")
+        conditioning = ranks.on_first(lambda: self._encode(ranks.device))
+        fingerprint, stored = ranks.on_first(lambda: self._identify(ranks, conditioning, resumes))
+        ranks.on_first(self._load_decoders)
+        self._phase(ranks, "loading the transformer")
+        denoiser = Denoiser(
+            self._load_model(ranks),
+            geometry,
+            conditioning,
+            pad_to_multiple_of=self.request.pad_to_multiple_of,
+            time_channels=settings.time_channels,
+        )
+        start = self._start(ranks, stored)
+        self._phase(ranks, "sampling")
+        steps = _Steps(self, ranks, fingerprint)
+        state = sample(denoiser, start, settings, steps)
+        # Room for the decoders, which may be large.
+        del denoiser
+        video, audio = state.video[0].cpu(), state.audio[0].cpu()
+        _check_agreement(ranks, video, audio)
+        self._phase(ranks, "decoding and writing")
+        results = ranks.on_first(
+            lambda: write_results(
+                self.output,
+                video,
+                audio,
+                self._decoders,
+                release=self.release,
+                device=ranks.device,
+                facts=self._facts(ranks, steps.seconds, start.step),
+                fps=settings.fps,
+            )
+        )
+        return GenerateResult(
+            video=video,
+            audio=audio,
+            hashes=results.hashes,
+            files=results.files,
+            notes=results.notes,
+            step_seconds=tuple(steps.seconds),
+            resumed_from=start.step,
+            is_first=ranks.is_first,
+        )
+
+    def _phase(self, ranks: Ranks, text: str) -> None:
+        if ranks.is_first:
+            self.progress.phase(text)
+
+    def _check(self) -> bool:
+        """Everything that can be known before weights are read; whether there is a state."""
+        release, geometry, request = self.release, self.geometry, self.request
+        self._inputs = read_inputs(request, release, self.settings, geometry)
+        decodes = not {"turbo_decoder", "video_vae"}.isdisjoint(release.parts)
+        config = release.config
+        # Last, for it may discard a run: not because of a request that is refused anyway.
+        return self.output.prepare(
+            resume=request.resume,
+            overwrite=request.overwrite,
+            num_bytes=bytes_needed(
+                geometry, config.video_channels, config.audio_channels, decodes_video=decodes
+            ),
+        )
+
+    def _encode(self, device: torch.device) -> Conditioning:
+        assert self._inputs is not None, "checked before"
+        keep = self.output.path / FEATURES_NAME
+        inputs, self._inputs = self._inputs, None
+        return encode_inputs(inputs, self.release, self.settings, device, keep)
+
+    def _identify(
+        self, ranks: Ranks, conditioning: Conditioning, resumes: bool
+    ) -> tuple[dict[str, str], tuple[dict[str, torch.Tensor], dict[str, str]] | None]:
+        """What this run is recognised by, and the state to go on with, if it is of this run."""
+        fingerprint = fingerprint_of(
+            self.request, self.release, self.settings, self.geometry, self.seed, conditioning, ranks
+        )
+        if not resumes:
+            return fingerprint, None
+        stored = load_state(self.output.state)
+        step = stored.metadata.get("step", "?")
+        check_same_run(self.output.state, stored.fingerprint, fingerprint, step)
+        return fingerprint, (dict(stored.tensors), dict(stored.metadata))
+
+    def _load_decoders(self) -> None:
+        self._decoders = load_decoders(self.release)
+
+    def _load_model(self, ranks: Ranks) -> Magi2Transformer:
+        request = self.request
+        model = Magi2Transformer(
+            self.release.config, request.options, ranks.topology, device="meta"
+        )
+        load_checkpoint(model, self.release.folder, ranks.device)
+        if request.compile != "off":
+            from magi2.compiling import compile_model
+
+            self._compiler = compile_model(
+                model,
+                dynamic=request.compile == "dynamic",
+                deterministic=request.deterministic,
+                compiler=self._compiler,
+            )
+        return model
+
+    def _start(
+        self, ranks: Ranks, stored: tuple[dict[str, torch.Tensor], dict[str, str]] | None
+    ) -> SamplerState:
+        if stored is not None:
+            return state_from_tensors(*stored, device=ranks.device)
+        config = self.release.config
+        channels = (config.video_channels, config.audio_channels)
+        return SamplerState.start(*draw_noise(self.geometry, *channels, self.seed, ranks.device))
+
+    def _facts(
+        self, ranks: Ranks, step_seconds: list[float], resumed_from: int
+    ) -> dict[str, object]:
+        topology = ranks.topology
+        return {
+            "seed": self.seed,
+            "geometry": dataclasses.asdict(self.geometry),
+            "settings": dataclasses.asdict(self.settings),
+            "ranks": {
+                "launcher": ranks.launcher,
+                "world_size": ranks.world_size,
+                "ulysses_degree": topology.sequence_size,
+                "cfg_parallel_size": topology.cfg_size,
+                "expert_parallel_size": topology.expert_size,
+            },
+            "compile": self.request.compile,
+            "deterministic": self.request.deterministic,
+            "resumed_from": resumed_from,
+            "step_seconds": step_seconds,
+        }
+
+
+class _Steps:
+    """Is called after each step: measures, saves the state, tells."""
+
+    def __init__(self, run: _Run, ranks: Ranks, fingerprint: Mapping[str, str]) -> None:
+        self.run = run
+        self.ranks = ranks
+        self.fingerprint = fingerprint
+        self.total = run.settings.num_inference_steps
+        self.seconds: list[float] = []
+        self._began = time.perf_counter()
+
+    def __call__(self, state: SamplerState) -> None:
+        hardware.synchronize(self.ranks.device)
+        self.seconds.append(time.perf_counter() - self._began)
+        if self.ranks.is_first:
+            every = self.run.request.save_every
+            if every and (state.step % every == 0 or state.step == self.total):
+                save_state(self.run.output.state, *state_to_tensors(state), self.fingerprint)
+            self.run.progress.step(state.step, self.total, self.seconds[-1])
+        self._began = time.perf_counter()
+
+
+def _check_agreement(ranks: Ranks, video: torch.Tensor, audio: torch.Tensor) -> None:
+    """Every rank steps the latents itself; where one computes other bits, its machine is at fault.
+
+    Raises:
+        RuntimeError: On every rank, if they differ.
+    """
+    if ranks.world_size == 1:
+        return
+    mine = (raw_sha256(video), raw_sha256(audio))
+    gathered: list[tuple[str, str] | None] = [None] * ranks.world_size
+    dist.all_gather_object(gathered, mine)
+    odd = [rank for rank, theirs in enumerate(gathered) if theirs != gathered[0]]
+    if odd:
+        raise RuntimeError(
+            f"rank(s) {odd} have other latents than rank 0 after the last step: expected the same "
+            "bits, for all computed them from the same velocities. Look for a faulty device or "
+            "mixed library versions there."
+        )
