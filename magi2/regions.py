@@ -15,6 +15,7 @@ its bits. What it gains is one place where a region can be compiled, and where t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -24,6 +25,7 @@ from torch import nn
 
 from magi2.modules.adapters import PostAdapter, PreAdapter
 from magi2.modules.block import TransformerLayer
+from magi2.modules.experts import RoutedExperts
 from magi2.modules.modality import ModalityOrder
 from magi2.modules.moe import MultiHeadMoe
 from magi2.modules.request import RequestPlan
@@ -70,6 +72,8 @@ class Regions:
             (model.post_adapter, self._velocities),
         ):
             vars(module)["forward"] = forward
+        for experts in self._experts():
+            vars(experts)["forward"] = functools.partial(self._run_experts, experts)
 
     @classmethod
     def of(cls, model: Magi2Transformer) -> Regions | None:
@@ -81,6 +85,16 @@ class Regions:
         """Let the model run by its own forward again."""
         for module in (self.model.pre_adapter, self.model.block, self.model.post_adapter):
             vars(module).pop("forward", None)
+        for experts in self._experts():
+            vars(experts).pop("forward", None)
+
+    def _experts(self) -> list[RoutedExperts]:
+        mlps = (layer.mlp for layer in self.model.block.layers)
+        return [mlp.moe_mlp for mlp in mlps if isinstance(mlp, MultiHeadMoe)]
+
+    def _run_experts(self, experts: RoutedExperts, x_THD: torch.Tensor) -> torch.Tensor:
+        with self.watch("experts"):
+            return RoutedExperts.forward(experts, x_THD)
 
     def _run(
         self, name: str, function: Callable[..., Any], module: nn.Module, plan: RequestPlan, *a: Any
