@@ -72,12 +72,11 @@ class TextEncoder:
                 stacklevel=2,
             )
             tokens, spans = tokens[:MAX_TOKENS], spans[:MAX_TOKENS]
-        with torch.inference_mode():
+        with torch.no_grad():
             output = self.model(
                 input_ids=torch.tensor([tokens], device=self.model.device), use_cache=False
             )
-        # Clones, so that no inference tensor leaves this method.
-        features = output.last_hidden_state[0].clone()
+        features = output.last_hidden_state[0]
         figures = range(1, num_images + 1)
         return TextFeatures(
             features=features,
