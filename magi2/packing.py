@@ -110,7 +110,7 @@ def plan_tokens(
         tokens.end_sequence()
         if pad_each_branch and pad_to_multiple_of:
             # Branches on ranks of their own have equally many sequences: perhaps an empty one.
-            tokens.append_padding(-(tokens.count - starts[-1]) % pad_to_multiple_of)
+            tokens.append_padding(-tokens.count % pad_to_multiple_of)
     if pad_to_multiple_of and not pad_each_branch and tokens.count % pad_to_multiple_of:
         tokens.append_padding(-tokens.count % pad_to_multiple_of)
     return TokenLayout(

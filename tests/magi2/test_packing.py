@@ -153,21 +153,21 @@ def turn(*position: float) -> list[float]:
 
 
 def test_positions_are_those_of_the_pages_table():
-    geometry = Geometry(latent_frames=3, latent_height=4, latent_width=2, audio_length=20)
+    geometry = Geometry(latent_frames=3, latent_height=4, latent_width=2, audio_length=16)
     layout = plan_tokens(geometry, (5, 1), image_size=(2, 4), num_images=2, pad_to_multiple_of=48)
     expected = []
     for length in (5, 1):
         expected += [
             turn(i, j - 1.5, k - 0.5) for i in range(3) for j in range(4) for k in range(2)
         ]
-        expected += [turn(i * (3 - 1) / 19, 0, 0) for i in range(20)]
+        expected += [turn(i * (2 - 1) / 15, 0, 0) for i in range(16)]
         expected += [turn(0 if length > 1 else -1, 0, 0)] * length
         for image in range(2):
             frame = 3 + 2 + image
             expected += [turn(frame, -1 - 0.5, -1 - 1.5)]
             expected += [turn(frame, j - 0.5, k - 1.5) for j in range(2) for k in range(4)]
     expected += [turn(i, 0, 0) for i in range(layout.num_padding)]
-    assert layout.num_padding == 14
+    assert layout.num_padding == 22
     positions = effective_positions(layout.coords)
     torch.testing.assert_close(positions, torch.tensor(expected), rtol=0, atol=2e-6)
 
