@@ -14,6 +14,9 @@ from magi2.launch import Ranks
 from magi2.release import Release
 from magi2.settings import SamplingSettings
 
+# Options that move the same bits in other ways.
+_SAME_BITS = ("qkv_head_shards", "output_head_shards")
+
 
 def fingerprint_of(
     request: GenerateRequest,
@@ -28,7 +31,7 @@ def fingerprint_of(
 
     What started the ranks is no part of it, nor are the layouts that give the same bits.
     """
-    topology, options = ranks.topology, request.options
+    topology = ranks.topology
     facts: dict[str, object] = {
         "checkpoint": release.sha256(),
         "conditioning": conditioning_sha256(conditioning),
@@ -38,9 +41,6 @@ def fingerprint_of(
         "cfg_parallel_size": topology.cfg_size,
         "expert_parallel_size": topology.expert_size,
         "pad_to_multiple_of": request.pad_to_multiple_of,
-        "route_sum": options.route_sum,
-        "router_bias": options.router_bias,
-        "replicated_expert_exchange": options.replicated_expert_exchange,
         "compile": request.compile,
         "deterministic": request.deterministic,
         "device": _device_name(ranks.device),
@@ -49,6 +49,9 @@ def fingerprint_of(
     if ranks.device.type == "cpu":
         # How many threads share a sum decides how it is rounded.
         facts["threads"] = torch.get_num_threads()
+    for name, value in dataclasses.asdict(request.options).items():
+        if name not in _SAME_BITS:
+            facts[name] = value
     facts.update(dataclasses.asdict(settings))
     facts.update(dataclasses.asdict(geometry))
     return {name: str(value) for name, value in facts.items()}

@@ -117,8 +117,8 @@ class Release:
         """Where a missing part was looked for, and how to give it, in one sentence."""
         folders = " and ".join(str(folder) for folder in self.searched)
         return (
-            f"there is no {part.what}: looked for {', '.join(part.usual_names)} in {folders}. "
-            f"Put it there, or say where it is with {part.flag}"
+            f"the {part.what} cannot be found: looked for {', '.join(part.usual_names)} in "
+            f"{folders}. Put it there, or say where it is with {part.flag}"
         )
 
     def sha256(self) -> str:
