@@ -16,7 +16,7 @@ from magi2.packing import Conditioning, ReferenceImage, pack_tokens, plan_tokens
 from magi2.sampler import SamplerState, draw_noise, sample
 from magi2.settings import SamplingSettings
 from magi2.topology import Topology
-from tests.magi2.golden import arch, golden_files
+from tests.magi2.golden import golden_files
 from tests.magi2.packed import sequence
 from tests.magi2.sharded import SHARDED_RMS, check_sharded, model_of
 from tests.magi2.test_golden_modules import load_model
@@ -78,9 +78,9 @@ def run_on_mesh(config, conditioning=None, *, cfg_size: int = 2, **options) -> t
     return run(config, Topology.of_mesh(mesh, cfg="cfg"), conditioning, **options)
 
 
-@golden_files("model_cfg_pair_.*")
-def test_velocities_match_the_reference(golden):
-    config, video, audio = arch(golden), golden["in.video_latent"], golden["in.audio_latent"]
+def check_golden(golden, device: str = "cpu") -> Denoiser:
+    """Compare a file's velocities with those of its latents and text, packed here."""
+    video, audio = golden["in.video_latent"].to(device), golden["in.audio_latent"].to(device)
     geometry = Geometry(
         latent_frames=video.shape[2],
         latent_height=video.shape[3],
@@ -88,8 +88,7 @@ def test_velocities_match_the_reference(golden):
         audio_length=audio.shape[1],
     )
     conditioning = Conditioning(prompt=golden["in.text"][0], negative=golden["in.null_text"][0])
-    denoise = Denoiser(load_model(golden), geometry, conditioning)
-    assert denoise.model.config == config
+    denoise = Denoiser(load_model(golden).to(device), geometry, conditioning)
     velocities = denoise(video, audio, int(golden["in.timestep"]))
     pairs = {
         "video": (velocities.video_prompt, velocities.video_negative),
@@ -98,11 +97,28 @@ def test_velocities_match_the_reference(golden):
     precision = "bf16" if golden.kind.endswith("bf16") else "fp32"
     for name, branches in pairs.items():
         assert all(branch.dtype == torch.float32 for branch in branches)
-        golden.check(precision, f"out.unpacked_{name}", torch.cat(branches))
-    assert torch.equal(denoise._x, golden["in.x"])
-    assert torch.equal(denoise.layout.coords, golden["in.coords"])
-    columns = time_columns(denoise.layout, int(golden["in.timestep"]))
+        golden.check(precision, f"out.unpacked_{name}", torch.cat(branches).cpu())
+    assert torch.equal(denoise._x.cpu(), golden["in.x"])
+    assert torch.equal(denoise.layout.coords.cpu(), golden["in.coords"])
+    columns = time_columns(denoise.layout, int(golden["in.timestep"])).cpu()
     torch.testing.assert_close(columns, golden["in.time_token_sequence"], rtol=0, atol=2e-4)
+    return denoise
+
+
+@golden_files("model_cfg_pair_.*")
+def test_velocities_match_the_reference(golden):
+    check_golden(golden)
+
+
+@pytest.mark.gpu
+@golden_files("model_cfg_pair_.*")
+def test_velocities_match_the_reference_on_a_gpu(golden):
+    layout = check_golden(golden, "cuda").layout
+    on_cpu = plan_tokens(layout.geometry, layout.text_lengths)
+    for timestep in (0, 1, 412, 999):
+        columns = time_columns(layout, timestep)
+        assert columns.is_cuda
+        assert torch.equal(columns.cpu(), time_columns(on_cpu, timestep))
 
 
 @pytest.mark.parametrize("lengths", [(7, 1), (7, 0), (1, 1), (3, 9)])

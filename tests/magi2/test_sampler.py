@@ -49,8 +49,8 @@ def curved(video: torch.Tensor, audio: torch.Tensor, timestep: int) -> Velocitie
     )
 
 
-def start() -> SamplerState:
-    return SamplerState.start(*draw_noise(GEOMETRY, 4, 3, seed=7))
+def start(device: str = "cpu") -> SamplerState:
+    return SamplerState.start(*draw_noise(GEOMETRY, 4, 3, seed=7, device=device))
 
 
 def steps_of(denoise, state: SamplerState, settings: SamplingSettings) -> list[SamplerState]:
@@ -154,19 +154,29 @@ def test_every_step_calls_once_with_the_current_latents():
         assert audio is state.audio
 
 
-@pytest.mark.parametrize("settings", [PLAIN, EVERY_OPTION], ids=["plain", "every option"])
-def test_going_on_from_every_step_gives_the_same_bits(settings):
-    states = steps_of(curved, start(), settings)
+def check_going_on(settings: SamplingSettings, device: str = "cpu") -> None:
+    """Stop after every step, store the state as bytes, and go on with it."""
+    states = steps_of(curved, start(device), settings)
     assert not torch.equal(states[-1].video, states[-2].video)
     for done, state in enumerate(states, start=1):
-        bytes_on_disk = save(*state_to_tensors(state))
-        tensors = load(bytes_on_disk)
-        again = state_from_tensors(tensors, state_to_tensors(state)[1])
+        tensors, strings = state_to_tensors(state)
+        again = state_from_tensors(load(save(tensors, strings)), strings, device)
         check_same(again, state)
         rest = steps_of(curved, again, settings)
         assert len(rest) == 5 - done
         for actual, expected in zip(rest, states[done:], strict=True):
             check_same(actual, expected)
+
+
+@pytest.mark.parametrize("settings", [PLAIN, EVERY_OPTION], ids=["plain", "every option"])
+def test_going_on_from_every_step_gives_the_same_bits(settings):
+    check_going_on(settings)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("settings", [PLAIN, EVERY_OPTION], ids=["plain", "every option"])
+def test_going_on_gives_the_same_bits_on_a_gpu(settings):
+    check_going_on(settings, "cuda")
 
 
 def test_a_kept_state_is_not_changed_by_going_on():
@@ -213,6 +223,14 @@ def test_noise_is_that_of_the_global_generators_video_first():
         assert actual.dtype == torch.float32
         assert torch.equal(actual, other)
     assert not torch.equal(draw_noise(GEOMETRY, 4, 3, seed=43)[0], expected[0])
+
+
+@pytest.mark.gpu
+def test_noise_on_a_gpu_is_that_of_its_global_generator():
+    torch.manual_seed(42)
+    expected = (torch.randn(shape, device="cuda") for shape in ((1, 4, 3, 2, 2), (1, 5, 3)))
+    pairs = zip(draw_noise(GEOMETRY, 4, 3, seed=42, device="cuda"), expected, strict=True)
+    assert all(torch.equal(actual, other) for actual, other in pairs)
 
 
 @pytest.mark.parametrize("seed", [-1, 2**63, 1.0, True, None])
