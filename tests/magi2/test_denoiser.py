@@ -20,6 +20,7 @@ from tests.magi2.golden import golden_files
 from tests.magi2.packed import sequence
 from tests.magi2.sharded import SHARDED_RMS, check_sharded, model_of
 from tests.magi2.test_golden_modules import load_model
+from tests.ranks import run_ranks
 from ulysses_comm.simulate import simulate, simulate_world
 
 FLOAT32 = presets.tiny(torch.float32)
@@ -219,6 +220,16 @@ def test_branches_on_their_own_ranks_give_every_rank_the_same_bits(lengths, mult
     results = simulate_world(4, lambda: run_on_mesh(FLOAT32, conditioning, **options)).results
     packed = run(FLOAT32, None, conditioning)
     check_sharded(results, packed, torch.float32, RUN_RMS)
+
+
+def run_on_group(group) -> torch.Tensor:
+    return run(FLOAT32, Topology.of_group(group))
+
+
+@pytest.mark.gloo
+def test_real_ranks_get_the_bits_of_simulated_ones():
+    (simulated, _), real = simulate(2, run_on_group).results, run_ranks(run_on_group, 2)
+    assert all(torch.equal(result, simulated) for result in real)
 
 
 def test_a_padding_of_no_tokens_still_counts_as_a_sequence_of_its_branch():
