@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from magi2.ops.backend import MOE_BACKENDS
 from magi2.ops.token_permute import SUM_ORDERS
 
 ROUTER_BIASES = ("ema", "raw")
@@ -39,6 +40,8 @@ class Options:
         replicated_expert_exchange: Whether the way to the experts goes over all ranks of the
             sequence where consecutive runs of them each hold all experts; None for the device's
             default. Every row is moved unchanged; its experts meet it beside other rows.
+        moe_backend: What runs the mixture's router and experts: "torch", "triton", or "auto" for
+            Triton on a GPU while no gradient is recorded. Float32 sums differ in their order.
     """
 
     route_sum: str = "choice"
@@ -46,12 +49,15 @@ class Options:
     qkv_head_shards: bool | None = None
     output_head_shards: bool | None = None
     replicated_expert_exchange: bool | None = None
+    moe_backend: str = "auto"
 
     def __post_init__(self) -> None:
         if self.route_sum not in SUM_ORDERS:
             raise ValueError(f"route_sum={self.route_sum!r}: expected one of {SUM_ORDERS}.")
         if self.router_bias not in ROUTER_BIASES:
             raise ValueError(f"router_bias={self.router_bias!r}: expected one of {ROUTER_BIASES}.")
+        if self.moe_backend not in MOE_BACKENDS:
+            raise ValueError(f"moe_backend={self.moe_backend!r}: expected one of {MOE_BACKENDS}.")
         for name in ("qkv_head_shards", "output_head_shards", "replicated_expert_exchange"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, bool):

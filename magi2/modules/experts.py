@@ -10,8 +10,7 @@ from magi2.config import Magi2Config
 from magi2.modules.replicas import ReplicaDispatcher
 from magi2.modules.router import Router
 from magi2.modules.sequence import SequenceDispatcher
-from magi2.ops.expert_mlp import expert_mlp_torch
-from magi2.ops.token_permute import sum_routes_torch
+from magi2.ops.backend import choose_backend, explain, run_experts
 from magi2.options import Options
 from magi2.topology import heads_per_rank
 
@@ -24,7 +23,7 @@ class RoutedExperts(nn.Module):
 
     Args:
         config: The model's.
-        options: Which router bias, and the order of the sum.
+        options: Which router bias, the order of the sum, and what runs it.
         num_heads: Heads that this rank holds.
         device: Of the weights.
     """
@@ -43,9 +42,12 @@ class RoutedExperts(nn.Module):
         super().__init__()
         self.num_heads = num_heads
         self.route_sum = options.route_sum
+        self.backend = options.moe_backend
         rows = num_heads * config.moe.num_experts
         dim, inner = config.moe_head_dim, config.moe.expert_intermediate_size
-        self.router = Router(config.moe, num_heads, options.router_bias, device)
+        self.router = Router(
+            config.moe, num_heads, options.router_bias, device, options.moe_backend
+        )
         self.gate = nn.Parameter(torch.empty(rows, dim, dtype=torch.float32, device=device))
         for name, shape in (
             ("W_gate", (rows, dim, inner)),
@@ -60,10 +62,18 @@ class RoutedExperts(nn.Module):
         if x_THD.shape[1] == 0:
             return x_THD
         choice_HTK, weights_HTK = self.router(x_THD, self.gate)
-        routes_THKD = expert_mlp_torch(
-            x_THD, choice_HTK, weights_HTK, self.W_gate, self.W_up, self.W_down
-        )
-        return sum_routes_torch(routes_THKD, choice_HTK, self.route_sum)
+        banks = (self.W_gate, self.W_up, self.W_down)
+        return run_experts(x_THD, choice_HTK, weights_HTK, banks, self.route_sum, self.backend)
+
+    def explain(self, x_THD: torch.Tensor) -> str:
+        """Which implementation would run the experts on this input now, and why.
+
+        Raises:
+            RuntimeError: If "triton" was asked for and cannot run.
+        """
+        banks = (self.W_gate, self.W_up, self.W_down)
+        experts = self.W_gate.shape[0] // max(self.num_heads, 1)
+        return explain(choose_backend(self.backend, x_THD, banks, experts))
 
 
 def run_on_head_owners(

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from magi2.config import MoeConfig
-from magi2.ops.routing import choose_experts_torch, router_logits_torch
+from magi2.ops.backend import route_tokens
 
 
 class Router(nn.Module):
@@ -20,15 +20,22 @@ class Router(nn.Module):
         num_heads: Heads that this rank holds.
         bias: "ema" or "raw".
         device: Of the buffers.
+        backend: What runs it, as in `Options.moe_backend`.
     """
 
     expert_bias: torch.Tensor
     expert_bias_ema: torch.Tensor
 
     def __init__(
-        self, moe: MoeConfig, num_heads: int, bias: str, device: torch.device | str | None
+        self,
+        moe: MoeConfig,
+        num_heads: int,
+        bias: str,
+        device: torch.device | str | None,
+        backend: str = "auto",
     ) -> None:
         super().__init__()
+        self.backend = backend
         self.moe = moe
         self.bias = bias
         for name in ("expert_bias", "expert_bias_ema"):
@@ -44,9 +51,11 @@ class Router(nn.Module):
         """
         experts = self.moe.num_experts
         bias = self.expert_bias_ema if self.bias == "ema" else self.expert_bias
-        return choose_experts_torch(
-            router_logits_torch(x_THD, gate.unflatten(0, (-1, experts))),
+        return route_tokens(
+            x_THD,
+            gate.unflatten(0, (-1, experts)),
             bias.unflatten(0, (-1, experts)),
+            self.backend,
             top_k=self.moe.top_k,
             score_func=self.moe.score_func,
             route_norm=self.moe.route_norm,

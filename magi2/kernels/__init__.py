@@ -1,0 +1,1 @@
+"""Triton kernels; imported where they are launched, never by `import magi2`."""
