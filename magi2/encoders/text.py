@@ -130,11 +130,17 @@ def load_text_encoder(
         ValueError: If the folder lacks a file, is that of another model, or its weights do not
             fit.
         ModuleNotFoundError: If transformers is not installed.
+        RuntimeError: If it is too old.
     """
     folder = Path(folder)
     transformers = require("transformers", "encoding prompts")
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} has no config.json: expected a folder with Qwen3.5-27B.")
+    if not hasattr(transformers, "Qwen3_5TextModel"):
+        raise RuntimeError(
+            f"transformers {transformers.__version__} does not know Qwen3.5: pip install -U "
+            "'transformers>=5.5'."
+        )
     try:
         config = transformers.Qwen3_5TextConfig.from_pretrained(folder, local_files_only=True)
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from magi2.checkpoint.shard_file import write_shard
+from magi2.encoders import features_file
 from magi2.encoders.features_file import load_text_features, save_text_features
 from magi2.encoders.text_features import TextFeatures
 
@@ -87,6 +88,22 @@ def test_a_failed_save_leaves_the_old_file(tmp_path):
         save_text_features(path, features(2), features(2, channels=5))
     with pytest.raises(OSError, match="No such file"):
         save_text_features(tmp_path / "absent" / "x.safetensors", features(2))
+    assert path.read_bytes() == before
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_save_that_stops_half_way_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "features.safetensors"
+    save_text_features(path, features(2))
+    before = path.read_bytes()
+
+    def stop(partial, tensors):
+        partial.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(features_file, "write_shard", stop)
+    with pytest.raises(OSError, match="No space left"):
+        save_text_features(path, features(3))
     assert path.read_bytes() == before
     assert len(list(tmp_path.iterdir())) == 1
 

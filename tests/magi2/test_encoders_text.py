@@ -47,6 +47,11 @@ def test_features_are_the_hidden_states_before_the_last_two_layers(encoder, towe
     assert torch.equal(features, reference(tower, encoder, "the cat sat on the mat"))
 
 
+def test_cjk_characters_stand_alone_in_a_loaded_encoder(encoder):
+    merged = len(tiny_qwen.tokenizer().encode("日本日本").ids)
+    assert encoder.count_tokens("日本日本") > merged
+
+
 def test_only_the_layers_that_are_needed_are_loaded(encoder):
     assert len(encoder.model.layers) == tiny_qwen.TEXT_CONFIG["num_hidden_layers"] - 2
 

@@ -145,6 +145,19 @@ def test_colours_follow_the_strongest_patterns():
     assert not torch.equal(latent_colours(latent.flip(1)), colours)
 
 
+def test_colours_do_not_depend_on_the_signs_of_eigenvectors(monkeypatch):
+    latent, _ = scene()
+    expected = latent_colours(latent)
+    eigh = torch.linalg.eigh
+
+    def flipped(matrix):
+        values, vectors = eigh(matrix)
+        return values, -vectors
+
+    monkeypatch.setattr(torch.linalg, "eigh", flipped)
+    assert torch.equal(latent_colours(latent), expected)
+
+
 @pytest.mark.parametrize("channels", [1, 2, 48])
 def test_colours_of_a_constant_latent_are_grey(channels):
     colours = latent_colours(torch.ones(channels, 2, 3, 4, dtype=torch.bfloat16))
