@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from magi2.cli.generate import generate
+from magi2.cli.inspect import inspect
+from magi2.cli.plan import plan
+from magi2.cli.tiny_checkpoint import make_tiny_checkpoint
 
 if TYPE_CHECKING:
     from magi2.launch import RankFailedError
@@ -57,16 +60,22 @@ def add_command(name: str, function: Callable[..., None]) -> None:
             typer.echo(f"magi2 {name}: interrupted", err=True)
             raise typer.Exit(_INTERRUPTED) from error
         except RuntimeError as error:
-            from magi2.launch import RankFailedError
+            from magi2.launch import RankFailedError, RanksNotStartedError
 
-            if not isinstance(error, RankFailedError):
+            if isinstance(error, RankFailedError):
+                _end_process(name, error)
+            if not isinstance(error, RanksNotStartedError) or _shows_tracebacks.get():
                 raise
-            _end_process(name, error)
+            typer.echo(f"magi2 {name}: {error}", err=True)
+            raise typer.Exit(1) from error
 
     app.command(name)(command)
 
 
 add_command("generate", generate)
+add_command("inspect", inspect)
+add_command("make-tiny-checkpoint", make_tiny_checkpoint)
+add_command("plan", plan)
 
 
 def main() -> None:

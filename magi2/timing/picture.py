@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from magi2.extras import require
 from magi2.timing.summary import TimingSummary
 
 _COMPUTING, _EXCHANGE, _FAINT, _TEXT = "#4a7fb5", "#d98b3a", "#b9cfe4", "#202020"
@@ -21,16 +22,11 @@ def draw_summary(summary: TimingSummary, path: str | Path, *, title: str = "") -
     Raises:
         ModuleNotFoundError: If matplotlib is not installed.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ModuleNotFoundError(
-            "drawing the steps needs matplotlib: pip install 'ulysses-comm[pipeline]'"
-        ) from error
+    figure_class = require("matplotlib.figure", "drawing the steps").Figure
+    canvas = require("matplotlib.backends.backend_agg", "drawing the steps").FigureCanvasAgg
     rows = len(summary.components) + len(summary.exchanges)
-    figure = Figure(figsize=(11, max(3.4, 1.5 + 0.3 * rows)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = figure_class(figsize=(11, max(3.4, 1.5 + 0.3 * rows)), layout="constrained")
+    canvas(figure)  # not pyplot's: no global state, no window
     steps, parts = figure.subplots(1, 2, width_ratios=(1, 1.15))
     _draw_steps(steps, summary)
     _draw_parts(parts, summary)
