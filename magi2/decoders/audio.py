@@ -32,6 +32,8 @@ OOBLECK_CONFIG: dict[str, Any] = {
 _KEPT, _MADE = 441, 512
 _CLASS = "AutoencoderOobleck"
 _PREFIX = "pretransform.model."
+# Layers outside the blocks, and inside a residual unit.
+_ENDS = {"0": "conv1", "6": "snake1", "7": "conv2"}
 _LAYERS = {"0": "snake1", "1": "conv1", "2": "snake2", "3": "conv2"}
 
 
@@ -154,7 +156,7 @@ def oobleck_name(name: str) -> str:
     """What diffusers calls a decoder weight of Stable Audio; others come back unchanged."""
     if match := re.fullmatch(r"decoder\.layers\.([067])\.(.+)", name):
         number, leaf = match.groups()
-        return f"decoder.{ {'0': 'conv1', '6': 'snake1', '7': 'conv2'}[number] }.{leaf}"
+        return f"decoder.{_ENDS[number]}.{leaf}"
     if match := re.fullmatch(r"decoder\.layers\.([1-5])\.layers\.([01])\.(\w+)", name):
         block, number, leaf = match.groups()
         layer = "conv_t1" if number == "1" else "snake1"
