@@ -145,6 +145,10 @@ class OtherRankError(RuntimeError):
     """Another rank failed, has said so itself, and this one cannot go on."""
 
 
+class RanksNotStartedError(RuntimeError):
+    """What started this process, or this machine, does not give the ranks asked for."""
+
+
 class RankFailedError(RuntimeError):
     """The run failed on this rank, one of several processes.
 
@@ -189,7 +193,7 @@ def run_on_ranks(
 
     Raises:
         ValueError: If sizes do not fit the ranks, or program raises it.
-        RuntimeError: If the ranks cannot be started.
+        RanksNotStartedError: If the ranks cannot be started.
         RankFailedError: On several processes: whatever the program raises, wrapped.
     """
     if simulate is not None:
@@ -200,14 +204,23 @@ def run_on_ranks(
             device=place, rank=dist.get_rank(), world_size=dist.get_world_size(), launcher="caller"
         )
         return _run_real(program, sizes, num_expert_heads, started)
-    launch = init_distributed(backend, device=device, timeout=timeout)
+    try:
+        launch = init_distributed(backend, device=device, timeout=timeout)
+    except RuntimeError as error:
+        raise RanksNotStartedError(str(error)) from error
     started = Ranks(
         device=launch.device,
         rank=launch.rank,
         world_size=launch.world_size,
         launcher=launch.launcher,
     )
-    result = _run_real(program, sizes, num_expert_heads, started)
+    try:
+        result = _run_real(program, sizes, num_expert_heads, started)
+    except BaseException:
+        # With others in it, ending the group could wait for a rank that is gone.
+        if launch.world_size == 1:
+            dist.destroy_process_group()
+        raise
     dist.destroy_process_group()
     return result
 
@@ -272,7 +285,9 @@ def _with_topology(
 def _failure(error: BaseException, rank: int, world_size: int) -> RankFailedError:
     """Tell the other ranks of a failure, and say what this rank knows about it."""
     own = str(error) or type(error).__name__
-    if not isinstance(error, ValueError | OSError):
+    if _is_lost_peer(error):
+        own = f"another rank is gone, killed perhaps, or out of memory ({own})"
+    elif not isinstance(error, ValueError | OSError):
         own = f"{type(error).__name__}: {own}"
     if isinstance(error, OtherRankError):
         return RankFailedError(own, speaks=False)
@@ -282,7 +297,7 @@ def _failure(error: BaseException, rank: int, world_size: int) -> RankFailedErro
             f"rank {rank} of {world_size}: {own}", speaks=True, is_fault=_is_fault(error)
         )
     if first == own:
-        return RankFailedError(own, speaks=False)
+        return RankFailedError(f"rank {rank} of {world_size}: {own}", speaks=False)
     return RankFailedError(
         f"rank {rank} of {world_size}: stopped, because rank {first_rank} failed: {first}",
         speaks=True,
@@ -290,9 +305,15 @@ def _failure(error: BaseException, rank: int, world_size: int) -> RankFailedErro
 
 
 def _is_fault(error: BaseException) -> bool:
-    # A lost connection says nothing about this program, nor does Ctrl-C.
-    known = (ValueError, OSError, KeyboardInterrupt, ModuleNotFoundError, dist.DistError)
-    return not isinstance(error, known) and "peer" not in str(error)
+    known = (ValueError, OSError, KeyboardInterrupt, ModuleNotFoundError)
+    return not isinstance(error, known) and not _is_lost_peer(error)
+
+
+def _is_lost_peer(error: BaseException) -> bool:
+    # Gloo's errors have no class of their own.
+    return isinstance(error, dist.DistNetworkError) or (
+        isinstance(error, RuntimeError) and "by peer" in str(error)
+    )
 
 
 def _publish(rank: int, text: str) -> tuple[int, str]:
