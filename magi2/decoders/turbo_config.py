@@ -112,25 +112,7 @@ class TurboConfig:
             ValueError: If a key is missing or malformed, or a decoder option is on that this
                 decoder does not have.
         """
-        needed = {**_LISTS, **_FLAGS, **_NUMBERS}
-        missing = [key for key in needed.values() if key not in document]
-        if missing:
-            raise ValueError(f"The turbo decoder's config lacks {', '.join(missing)}.")
-        if document.get("use_unpatchify", True) is not True:
-            raise ValueError(
-                f"use_unpatchify={document['use_unpatchify']!r}: expected true, the only output "
-                "that is supported."
-            )
-        foreign = [
-            key
-            for key, value in document.items()
-            if key.startswith("decoder_") and key not in needed.values() and _is_on(value)
-        ]
-        if foreign:
-            raise ValueError(
-                f"The turbo decoder's config turns on {', '.join(sorted(foreign))}: expected "
-                "these to be false, as released; other decoders are not supported."
-            )
+        _check_keys(document)
         fields: dict[str, Any] = {}
         for field, key in _LISTS.items():
             fields[field] = whole_numbers(key, document[key])
@@ -159,6 +141,29 @@ class TurboConfig:
             raise ValueError(f"{path} cannot be read: {error.strerror}.") from error
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
+
+
+def _check_keys(document: Mapping[str, Any]) -> None:
+    """Whether all keys are there, and none asks for what this decoder does not have."""
+    needed = {**_LISTS, **_FLAGS, **_NUMBERS}
+    missing = [key for key in needed.values() if key not in document]
+    if missing:
+        raise ValueError(f"The turbo decoder's config lacks {', '.join(missing)}.")
+    if document.get("use_unpatchify", True) is not True:
+        raise ValueError(
+            f"use_unpatchify={document['use_unpatchify']!r}: expected true, the only output "
+            "that is supported."
+        )
+    foreign = [
+        key
+        for key, value in document.items()
+        if key.startswith("decoder_") and key not in needed.values() and _is_on(value)
+    ]
+    if foreign:
+        raise ValueError(
+            f"The turbo decoder's config turns on {', '.join(sorted(foreign))}: expected "
+            "these to be false, as released; other decoders are not supported."
+        )
 
 
 def _is_on(value: object) -> bool:
