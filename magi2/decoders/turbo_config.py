@@ -167,6 +167,5 @@ def _check_keys(document: Mapping[str, Any]) -> None:
 
 
 def _is_on(value: object) -> bool:
-    if isinstance(value, list | tuple):
-        return any(map(_is_on, value))
-    return bool(value)
+    """Whether an option is true; numbers and names are told apart by the weights' shapes."""
+    return any(map(_is_on, value)) if isinstance(value, list) else value is True

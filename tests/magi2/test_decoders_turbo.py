@@ -33,6 +33,7 @@ RELEASED_JSON = {
     "decoder_spatio_only": [False, True, False, False],
     "decoder_causal": False,
     "decoder_is_dw_conv": [False, False, False, False],
+    "decoder_norm": "rms",
     "encoder_causal": True,
     "patch_size": 2,
     "use_unpatchify": True,
