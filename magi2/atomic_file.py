@@ -29,9 +29,11 @@ def write_atomically(path: Path, data: bytes) -> None:
             os.fsync(file.fileno())
         os.replace(partial, path)
         _sync_folder(path.parent)
-    except OSError as error:
+    except BaseException as error:
         partial.unlink(missing_ok=True)
-        raise OSError(error.errno, _explain(error, path, len(data)), str(path)) from error
+        if isinstance(error, OSError):
+            raise OSError(error.errno, _explain(error, path, len(data)), str(path)) from error
+        raise
 
 
 def _explain(error: OSError, path: Path, num_bytes: int) -> str:

@@ -10,6 +10,7 @@ from magi2.conditioning import Conditioning
 from magi2.generate_request import GenerateRequest
 from magi2.geometry import Geometry
 from magi2.hashes import tensors_sha256
+from magi2.inputs import Inputs
 from magi2.launch import Ranks
 from magi2.release import Release
 from magi2.settings import SamplingSettings
@@ -24,17 +25,17 @@ def fingerprint_of(
     settings: SamplingSettings,
     geometry: Geometry,
     seed: int,
-    conditioning: Conditioning,
+    inputs: Inputs,
     ranks: Ranks,
 ) -> dict[str, str]:
-    """What has to be equal for a run to go on with the same bits.
+    """What has to be equal for a run to go on with the same bits, but for its conditioning.
 
     What started the ranks is no part of it, nor are the layouts that give the same bits.
     """
     topology = ranks.topology
     facts: dict[str, object] = {
         "checkpoint": release.sha256(),
-        "conditioning": conditioning_sha256(conditioning),
+        "texts": inputs.texts_sha256(),
         "seed": seed,
         "world_size": ranks.world_size,
         "ulysses_degree": topology.sequence_size,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +39,11 @@ class Inputs:
     negative: str | None
     features: tuple[TextFeatures, TextFeatures | None] | None
     images: tuple[torch.Tensor, ...]
+
+    def texts_sha256(self) -> str:
+        """A hash of the texts to encode, by which features that were kept are known again."""
+        texts = json.dumps([self.prompt, self.negative])
+        return hashlib.sha256(texts.encode()).hexdigest()
 
 
 def read_text_file(path: Path, what: str) -> str:
@@ -85,7 +92,9 @@ def encode_inputs(
     release: Release,
     settings: SamplingSettings,
     device: torch.device,
-    keep_features: Path | None = None,
+    kept_features: Path,
+    *,
+    use_kept: bool,
 ) -> Conditioning:
     """Run the text encoder and the image VAE where there is something for them to do.
 
@@ -94,17 +103,19 @@ def encode_inputs(
         release: Where the encoders are.
         settings: Of the request.
         device: Where they run; each is gone before the next is loaded.
-        keep_features: File for the text features, if text is encoded here.
+        kept_features: File for the features of texts that are encoded.
+        use_kept: Whether it holds those of these texts already, if it is there.
 
     Returns:
         Features as they are stored and image latents in float32, on the CPU.
     """
     if inputs.features is not None:
         prompt, negative = inputs.features
+    elif use_kept and kept_features.exists():
+        prompt, negative = load_text_features(kept_features)
     else:
         prompt, negative = _encode_texts(inputs, release, device)
-        if keep_features is not None:
-            save_text_features(keep_features, prompt, negative)
+        save_text_features(kept_features, prompt, negative)
     latents = _encode_images(inputs, release, device)
     if negative is None or not settings.use_negative_prompt:
         negative = TextFeatures(features=prompt.features[:0])

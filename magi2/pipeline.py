@@ -23,7 +23,7 @@ from magi2.conditioning import Conditioning
 from magi2.decoding import Decoders, load_decoders
 from magi2.denoiser import Denoiser
 from magi2.determinism import deterministic_mode
-from magi2.fingerprint import fingerprint_of
+from magi2.fingerprint import conditioning_sha256, fingerprint_of
 from magi2.generate_request import GenerateRequest
 from magi2.geometry import Geometry
 from magi2.hashes import raw_sha256
@@ -32,7 +32,7 @@ from magi2.launch import DEFAULT_TIMEOUT, ParallelSizes, Ranks, run_on_ranks
 from magi2.output_folder import FEATURES_NAME, OutputFolder, bytes_needed
 from magi2.release import Release, open_release
 from magi2.results import write_results
-from magi2.run_state import check_same_run, load_state, save_state
+from magi2.run_state import StoredState, check_same_run, load_state, save_state
 from magi2.sampler import SamplerState, draw_noise, sample, state_from_tensors, state_to_tensors
 from magi2.settings import SamplingSettings
 from magi2.transformer import Magi2Transformer
@@ -150,6 +150,8 @@ class _Run:
         self._release: Release | None = None
         # Of the first rank alone:
         self._inputs: Inputs | None = None
+        self._stored: StoredState | None = None
+        self._fingerprint: dict[str, str] = {}
         self._decoders = Decoders()
         # Simulated ranks compile once for all.
         self._compiler: RegionCompiler | None = None
@@ -179,10 +181,10 @@ class _Run:
     def on_rank(self, ranks: Ranks) -> GenerateResult:
         """The whole run, on one rank."""
         settings, geometry = self.settings, self.geometry
-        resumes = ranks.on_first(self._check)
-        self._phase(ranks, "encoding text and images")
+        ranks.on_first(lambda: self._check(ranks))
+        self._phase(ranks, "preparing text and images")
         conditioning = ranks.on_first(lambda: self._encode(ranks.device))
-        fingerprint, stored = ranks.on_first(lambda: self._identify(ranks, conditioning, resumes))
+        fingerprint, stored = ranks.on_first(lambda: self._identify(conditioning))
         ranks.on_first(self._load_decoders)
         self._phase(ranks, "loading the transformer")
         denoiser = Denoiser(
@@ -228,40 +230,47 @@ class _Run:
         if ranks.is_first:
             self.progress.phase(text)
 
-    def _check(self) -> bool:
-        """Everything that can be known before weights are read; whether there is a state."""
+    def _check(self, ranks: Ranks) -> None:
+        """Everything that can be known before weights are read."""
         release, geometry, request = self.release, self.geometry, self.request
         self._inputs = read_inputs(request, release, self.settings, geometry)
         decodes = not {"turbo_decoder", "video_vae"}.isdisjoint(release.parts)
         config = release.config
         # Last, for it may discard a run: not because of a request that is refused anyway.
-        return self.output.prepare(
+        resumes = self.output.prepare(
             resume=request.resume,
             overwrite=request.overwrite,
             num_bytes=bytes_needed(
                 geometry, config.video_channels, config.audio_channels, decodes_video=decodes
             ),
         )
+        self._fingerprint = fingerprint_of(
+            request, release, self.settings, geometry, self.seed, self._inputs, ranks
+        )
+        self._stored = load_state(self.output.state) if resumes else None
+        self._check_stored(but_for=("conditioning",))
+
+    def _check_stored(self, but_for: tuple[str, ...] = ()) -> None:
+        """Refuse a state of another run."""
+        if self._stored is not None:
+            known = {n: v for n, v in self._stored.fingerprint.items() if n not in but_for}
+            step = self._stored.metadata.get("step", "?")
+            check_same_run(self.output.state, known, self._fingerprint, step)
 
     def _encode(self, device: torch.device) -> Conditioning:
         assert self._inputs is not None, "checked before"
-        keep = self.output.path / FEATURES_NAME
         inputs, self._inputs = self._inputs, None
-        return encode_inputs(inputs, self.release, self.settings, device, keep)
+        kept = self.output.path / FEATURES_NAME
+        # A state that was accepted is of these texts, and so are features beside it.
+        use_kept = self._stored is not None
+        return encode_inputs(inputs, self.release, self.settings, device, kept, use_kept=use_kept)
 
-    def _identify(
-        self, ranks: Ranks, conditioning: Conditioning, resumes: bool
-    ) -> tuple[dict[str, str], tuple[dict[str, torch.Tensor], dict[str, str]] | None]:
+    def _identify(self, conditioning: Conditioning) -> tuple[dict[str, str], StoredState | None]:
         """What this run is recognised by, and the state to go on with, if it is of this run."""
-        fingerprint = fingerprint_of(
-            self.request, self.release, self.settings, self.geometry, self.seed, conditioning, ranks
-        )
-        if not resumes:
-            return fingerprint, None
-        stored = load_state(self.output.state)
-        step = stored.metadata.get("step", "?")
-        check_same_run(self.output.state, stored.fingerprint, fingerprint, step)
-        return fingerprint, (dict(stored.tensors), dict(stored.metadata))
+        self._fingerprint["conditioning"] = conditioning_sha256(conditioning)
+        self._check_stored()
+        stored, self._stored = self._stored, None
+        return self._fingerprint, stored
 
     def _load_decoders(self) -> None:
         self._decoders = load_decoders(self.release)
@@ -283,11 +292,9 @@ class _Run:
             )
         return model
 
-    def _start(
-        self, ranks: Ranks, stored: tuple[dict[str, torch.Tensor], dict[str, str]] | None
-    ) -> SamplerState:
+    def _start(self, ranks: Ranks, stored: StoredState | None) -> SamplerState:
         if stored is not None:
-            return state_from_tensors(*stored, device=ranks.device)
+            return state_from_tensors(stored.tensors, stored.metadata, ranks.device)
         config = self.release.config
         channels = (config.video_channels, config.audio_channels)
         return SamplerState.start(*draw_noise(self.geometry, *channels, self.seed, ranks.device))
@@ -307,6 +314,7 @@ class _Run:
                 "cfg_parallel_size": topology.cfg_size,
                 "expert_parallel_size": topology.expert_size,
             },
+            "options": dataclasses.asdict(self.request.options),
             "compile": self.request.compile,
             "deterministic": self.request.deterministic,
             "resumed_from": resumed_from,

@@ -202,6 +202,13 @@ def generate(
             rich_help_panel=_RUN,
         ),
     ] = "choice",
+    moe_backend: Annotated[
+        str,
+        typer.Option(
+            help="What runs the mixture of experts: torch, triton, or auto for Triton on a GPU.",
+            rich_help_panel=_RUN,
+        ),
+    ] = "auto",
     output: Annotated[
         Path, typer.Option(help="Folder for all results.", rich_help_panel=_RUN)
     ] = Path("out/magi2"),
@@ -285,7 +292,7 @@ def generate(
         seconds=seconds,
         seed=seed,
         settings={name: value for name, value in settings.items() if value is not None},
-        options=Options(route_sum=route_sum),
+        options=Options(route_sum=route_sum, moe_backend=moe_backend),
         compile="static" if compile_static else "dynamic" if compile_dynamic else "off",
         deterministic=deterministic,
         allow_other_negative_prompt=allow_other_negative_prompt,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -12,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from magi2.checkpoint import load_checkpoint
@@ -61,6 +64,21 @@ def test_hashes_are_all_that_goes_to_standard_output(checkpoint, hashes, tmp_pat
     assert str(tmp_path / "preview_latents.mp4") in done.stderr
 
 
+def test_the_first_run_of_the_documents_leaves_what_they_say(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "docs" / "pipeline.md").read_text(encoding="utf-8")
+    commands = re.search(r"```sh\n(.*?)```", text, re.DOTALL)[1].replace("\\\n", " ")
+    for line in commands.splitlines():
+        program, *arguments = shlex.split(line)
+        if program == "magi2":
+            done = invoke(*arguments)
+            assert done.exit_code == 0, done.output
+    files = re.findall(r"^(out/first/\S+)", text, re.MULTILINE)
+    assert sorted(files) == sorted(map(str, Path("out/first").iterdir()))
+    shapes = {n: tuple(t.shape) for n, t in load_file("out/first/latents.safetensors").items()}
+    assert f"video {shapes['video']}, audio {shapes['audio']}, float32" in text
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -75,6 +93,7 @@ def test_hashes_are_all_that_goes_to_standard_output(checkpoint, hashes, tmp_pat
         (["--turbo-decoder", "/nowhere"], "--turbo-decoder /nowhere: there is no such"),
         (["--prompt", "a cat"], "--text-encoder"),
         (["--route-sum", "x"], "route_sum='x'"),
+        (["--moe-backend", "x"], "moe_backend='x'"),
         (["--backend", "x"], "torch.distributed cannot start:"),
     ],
 )

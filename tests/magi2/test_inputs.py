@@ -197,6 +197,23 @@ def test_a_folder_is_only_cleared_of_files_of_runs(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
+def test_a_run_that_goes_on_encodes_nothing_again(checkpoint, encoder, tmp_path, monkeypatch):
+    monkeypatch.setattr("magi2.media.preview.write_preview", lambda *args, **kwargs: [])
+    parts = {"text_encoder": encoder}
+
+    def go_on(prompt, progress=None):
+        settings = {"use_negative_prompt": False}
+        wanted = runs.request(tmp_path, prompt=prompt, settings=settings, resume=True)
+        return generate(checkpoint, wanted, parts=parts, device="cpu", progress=progress)
+
+    with pytest.raises(KeyboardInterrupt):
+        go_on("the cat", runs.StopAt(2))
+    monkeypatch.setattr(inputs, "load_text_encoder", None)
+    with pytest.raises(ValueError, match=r"texts: .* there, .* now"):
+        go_on("the mat")
+    assert go_on("the cat").resumed_from == 2
+
+
 def test_a_prompt_is_encoded_and_its_features_kept(checkpoint, encoder, tmp_path, monkeypatch):
     """Again from the features that were kept: the same bits, without an encoder."""
     monkeypatch.setattr("magi2.media.preview.write_preview", lambda *args, **kwargs: [])

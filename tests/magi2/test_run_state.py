@@ -57,6 +57,16 @@ def test_a_full_disk_leaves_the_state_before(tmp_path, monkeypatch, at):
     assert os.listdir(tmp_path) == ["state.safetensors"]
 
 
+def test_an_interrupted_write_leaves_nothing_behind(tmp_path, monkeypatch):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write_atomically(tmp_path / "out.bin", b"x")
+    assert os.listdir(tmp_path) == []
+
+
 def test_a_disk_that_is_full_in_truth(tmp_path):
     """/dev/full refuses every write, as a full disk does."""
     if not os.path.exists("/dev/full"):
