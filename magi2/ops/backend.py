@@ -160,7 +160,8 @@ def _obstacle(
         return f"{num_experts} experts a head are more than {fused_router.MAX_EXPERTS}"
     if x.shape[2] > 1 and x.stride(2) != 1:
         return f"x has strides {x.stride()}, and the kernels read adjacent channels"
-    return _missing_triton()
+    missing: str | None = _missing_triton()
+    return missing
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -5,11 +5,35 @@ Letters: T tokens, H heads of the mixture, D channels of such a head, E experts 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from magi2.ops.launch import interprets, on_device
 
 MAX_EXPERTS = 1024  # of a head: a program holds the scores of a few tokens for all of them
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterTile:
+    """How the router is cut into programs.
+
+    Attributes:
+        tokens: Of a program, a power of two.
+        depth: Channels that one step multiplies, a power of two from 16 on.
+        num_warps: Warps of a program.
+        num_stages: Steps whose loads are in flight.
+    """
+
+    tokens: int
+    depth: int = 32
+    num_warps: int = 8
+    num_stages: int = 3
+
+
+# 64 rows fill an instruction of the matrix unit, and 64 x 256 scores fit the registers of 8 warps.
+_PRODUCT = RouterTile(tokens=64)
+_LOGITS = RouterTile(tokens=16, num_warps=4)
 
 
 def choose_experts_triton(
@@ -38,6 +62,7 @@ def choose_experts_triton(
         bias_HE,
         (tokens, heads, experts),
         (top_k, score_func, route_norm, route_scale),
+        _LOGITS,
     )
 
 
@@ -50,6 +75,7 @@ def route_tokens_triton(
     score_func: str,
     route_norm: bool,
     route_scale: float,
+    tile: RouterTile | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`choose_experts_torch` of `router_logits_torch`, in one launch and without stored logits.
 
@@ -61,6 +87,7 @@ def route_tokens_triton(
         score_func: "sigmoid" or "softmax".
         route_norm: Whether chosen scores are divided by their sum.
         route_scale: Factor on the weights.
+        tile: How to cut the work; the same choices and weights up to float32 roundings.
 
     Returns:
         As `choose_experts_triton`.
@@ -77,6 +104,7 @@ def route_tokens_triton(
         bias_HE,
         (x_THD.shape[0], heads, experts),
         (top_k, score_func, route_norm, route_scale),
+        tile or (_PRODUCT if experts <= 256 else _LOGITS),
     )
 
 
@@ -95,6 +123,7 @@ def _launch(
     bias_HE: torch.Tensor,
     sizes: tuple[int, int, int],
     settings: tuple[int, str, bool, float],
+    tile: RouterTile,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch on logits, or on x where a gate is given."""
     from magi2.kernels.router import choose_experts_kernel
@@ -102,13 +131,11 @@ def _launch(
     tokens, heads, experts = sizes
     top_k, score_func, route_norm, route_scale = settings
     block_e = max(16, 1 << (experts - 1).bit_length())
-    # With a product 64 rows fill an instruction of the matrix unit; scores of 64 x 256 fit 8 warps.
-    block_t = 64 if gate is not None and block_e <= 256 else 16
     choice = operand.new_empty(tokens, heads, top_k, dtype=torch.int32)
     weights = operand.new_empty(tokens, heads, top_k, dtype=torch.float32)
     if choice.numel():
         with on_device(operand):
-            choose_experts_kernel[(-(-tokens // block_t), heads)](
+            choose_experts_kernel[(-(-tokens // tile.tokens), heads)](
                 operand,
                 operand,
                 operand if gate is None else gate,
@@ -123,14 +150,15 @@ def _launch(
                 D=operand.shape[2],
                 EXPERTS=experts,
                 TOP_K=top_k,
-                BLOCK_T=block_t,
+                BLOCK_T=tile.tokens,
                 BLOCK_E=block_e,
-                BLOCK_K=32,
+                BLOCK_K=tile.depth,
                 BLOCK_C=1 << (top_k - 1).bit_length(),
                 PRODUCT=gate is not None,
                 SOFTMAX=score_func == "softmax",
                 NORM=route_norm,
                 INTERPRETED=interprets(operand),
-                num_warps=8 if block_t * block_e > 4096 else 4,
+                num_warps=tile.num_warps,
+                num_stages=tile.num_stages,
             )
     return choice.permute(1, 0, 2), weights.permute(1, 0, 2)
