@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from magi2.cli.bench_step import bench_step
 from magi2.cli.generate import generate
 from magi2.cli.inspect import inspect
 from magi2.cli.plan import plan
@@ -72,6 +73,7 @@ def add_command(name: str, function: Callable[..., None]) -> None:
     app.command(name)(command)
 
 
+add_command("bench-step", bench_step)
 add_command("generate", generate)
 add_command("inspect", inspect)
 add_command("make-tiny-checkpoint", make_tiny_checkpoint)

@@ -4,7 +4,7 @@ timer = StepTimer(device)
 timer.attach(model)                    # before the request is planned
 denoiser = Denoiser(model, ...)
 timer.start()
-sample(denoiser, state, settings, on_step=lambda state: timer.end_step())
+sample(denoiser, state, settings, timer.on_step)
 summary = summarise(gather_records(timer.records))
 """
 

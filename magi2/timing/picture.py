@@ -69,7 +69,7 @@ def _draw_parts(axes: Any, summary: TimingSummary) -> None:
     milliseconds = [1e3 * part.seconds for _, part, _ in parts]
     bars = axes.barh([name for name, _, _ in parts], milliseconds, color=[c for *_, c in parts])
     labels = [
-        f"{ms:.3g} ms" + (f", {part.bytes_sent / 1e6:.3g} MB" if part.bytes_sent else "")
+        f"{ms:.3g} ms" + (f", {_bytes(part.bytes_sent)}" if part.bytes_sent else "")
         for ms, (_, part, _) in zip(milliseconds, parts, strict=True)
     ]
     axes.bar_label(bars, labels, padding=4, fontsize=8, color=_TEXT)
@@ -81,3 +81,7 @@ def _draw_parts(axes: Any, summary: TimingSummary) -> None:
     if summary.simulated and summary.exchanges:
         title += "\nsimulated: exchanges hold the other ranks' computing"
     axes.set_title(title, fontsize=10)
+
+
+def _bytes(number: int) -> str:
+    return f"{number / 1e6:.3g} MB" if number >= 1e5 else f"{number / 1e3:.3g} kB"

@@ -109,6 +109,10 @@ class StepTimer:
         self.start()
         return record
 
+    def on_step(self, state: object) -> None:
+        """End a step, as what `magi2.sampler.sample` calls after each."""
+        self.end_step()
+
     @contextmanager
     def _component(self, name: str) -> Iterator[None]:
         start = self._clock.now()
