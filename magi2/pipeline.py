@@ -8,6 +8,7 @@ The first rank reads, encodes, decodes and writes; every rank samples. Docs: doc
 from __future__ import annotations
 
 import dataclasses
+import gc
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -181,14 +182,20 @@ class _Run:
     def on_rank(self, ranks: Ranks) -> GenerateResult:
         """The whole run, on one rank."""
         settings, geometry = self.settings, self.geometry
+        # Shapes alone, first of all: it knows which numbers of ranks it can run on.
+        model = Magi2Transformer(
+            self.release.config, self.request.options, ranks.topology, device="meta"
+        )
         ranks.on_first(lambda: self._check(ranks))
         self._phase(ranks, "preparing text and images")
         conditioning = ranks.on_first(lambda: self._encode(ranks.device))
         fingerprint, stored = ranks.on_first(lambda: self._identify(conditioning))
         ranks.on_first(self._load_decoders)
         self._phase(ranks, "loading the transformer")
+        _free_memory(ranks.device)
+        self._load(model, ranks)
         denoiser = Denoiser(
-            self._load_model(ranks),
+            model,
             geometry,
             conditioning,
             pad_to_multiple_of=self.request.pad_to_multiple_of,
@@ -198,8 +205,8 @@ class _Run:
         self._phase(ranks, "sampling")
         steps = _Steps(self, ranks, fingerprint)
         state = sample(denoiser, start, settings, steps)
-        # Room for the decoders, which may be large.
-        del denoiser
+        del denoiser, model
+        _free_memory(ranks.device)
         video, audio = state.video[0].cpu(), state.audio[0].cpu()
         _check_agreement(ranks, video, audio)
         self._phase(ranks, "decoding and writing")
@@ -275,11 +282,9 @@ class _Run:
     def _load_decoders(self) -> None:
         self._decoders = load_decoders(self.release)
 
-    def _load_model(self, ranks: Ranks) -> Magi2Transformer:
+    def _load(self, model: Magi2Transformer, ranks: Ranks) -> None:
+        """Read this rank's weights, and compile what is to be compiled."""
         request = self.request
-        model = Magi2Transformer(
-            self.release.config, request.options, ranks.topology, device="meta"
-        )
         load_checkpoint(model, self.release.folder, ranks.device)
         if request.compile != "off":
             from magi2.compiling import compile_model
@@ -290,7 +295,6 @@ class _Run:
                 deterministic=request.deterministic,
                 compiler=self._compiler,
             )
-        return model
 
     def _start(self, ranks: Ranks, stored: StoredState | None) -> SamplerState:
         if stored is not None:
@@ -342,6 +346,13 @@ class _Steps:
                 save_state(self.run.output.state, *state_to_tensors(state), self.fingerprint)
             self.run.progress.step(state.step, self.total, self.seconds[-1])
         self._began = time.perf_counter()
+
+
+def _free_memory(device: torch.device) -> None:
+    """Make room for the next large model: the encoders' goes before, the transformer's after."""
+    gc.collect()
+    if hardware.is_accelerator(device):
+        torch.get_device_module(device).empty_cache()
 
 
 def _check_agreement(ranks: Ranks, video: torch.Tensor, audio: torch.Tensor) -> None:

@@ -153,7 +153,7 @@ def test_progress_is_a_bar_on_a_terminal():
     assert "1.5 s/step" in file.getvalue()
 
 
-def test_missing_packages_are_named():
+def test_missing_packages_are_named_and_others_not_needed():
     program = "import sys; sys.modules['typer'] = None\nimport magi2.__main__ as m\nm.main()"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1

@@ -63,6 +63,7 @@ def refused(checkpoint, output, parts=None, simulate=2, **changes) -> str:
         ({"settings": {"num_inference_steps": 0}}, "num_inference_steps=0"),
         ({"settings": {"num_inference_steps": 1001}}, "num_inference_steps=1001"),
         ({"settings": {"shift": -1.0}}, "shift=-1.0"),
+        ({"simulate": 4}, "heads do not split over 4 ranks"),
         ({"prompt": "  "}, "the prompt is empty"),
         (
             {"prompt": "a cat"},
