@@ -53,6 +53,26 @@ def bench_step(
         bool,
         typer.Option("--deterministic", help="Only repeatable kernels.", rich_help_panel=_RUN),
     ] = False,
+    route_sum: Annotated[
+        str,
+        typer.Option(help="Sum over experts: choice or expert.", rich_help_panel=_RUN),
+    ] = "choice",
+    moe_backend: Annotated[
+        str,
+        typer.Option(
+            help="What runs the mixture: torch, triton, or auto for Triton on a GPU.",
+            rich_help_panel=_RUN,
+        ),
+    ] = "auto",
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Of each process on the CPU.",
+            show_default="torch's",
+            rich_help_panel=_RUN,
+        ),
+    ] = None,
     simulate: Annotated[
         int | None,
         typer.Option(
@@ -104,7 +124,10 @@ def bench_step(
 
     Of several ranks the slowest counts in every step. The default size is the released 272p clip.
     """
+    import torch
+
     from magi2.launch import ParallelSizes
+    from magi2.options import Options
     from magi2.timing.bench import BenchRequest
     from magi2.timing.bench import bench_step as run
 
@@ -119,8 +142,11 @@ def bench_step(
         num_steps=num_inference_steps,
         compile="static" if compile_static else "dynamic" if compile_dynamic else "off",
         deterministic=deterministic,
+        options=Options(route_sum=route_sum, moe_backend=moe_backend),
         seed=seed,
     )
+    if threads is not None:
+        torch.set_num_threads(threads)
     result = run(
         request,
         sizes=ParallelSizes(
