@@ -64,7 +64,7 @@ PARTS = (
         key="negative_prompt_file",
         what="negative prompt",
         usual_names=("negative_prompt.txt",),
-        without="the unconditional branch has no text, unlike in the released settings",
+        without="a prompt can only be used with --no-negative-prompt, unlike in the release",
     ),
     Part(
         key="video_vae",

@@ -21,9 +21,10 @@ from magi2.decoders.turbo_config import TurboConfig
 from magi2.decoders.wan import WAN22_VAE_CONFIG, decode_with_vae, load_video_vae
 from magi2.encoders.features_file import save_text_features
 from magi2.encoders.image import encode_reference_image, load_reference_image
+from magi2.encoders.text import load_text_encoder
 from magi2.hashes import raw_sha256
 from magi2.pipeline import generate
-from tests.magi2 import runs
+from tests.magi2 import runs, tiny_qwen
 
 ONE_STEP = {"settings": {"num_inference_steps": 1}}
 TURBO_JSON = {
@@ -73,7 +74,7 @@ def make_audio_vae(folder):
 def checkpoint(tmp_path_factory):
     """With every decoder beside it, under the usual names."""
     folder = tmp_path_factory.mktemp("decoding") / "checkpoint"
-    runs.make_checkpoint(folder, video_channels=48, audio_channels=64)
+    runs.make_checkpoint(folder, video_channels=48, audio_channels=64, text_channels=32)
     make_turbo(folder / "turbo_vae")
     make_vae(folder / "vae")
     make_audio_vae(folder / "audio_vae")
@@ -155,24 +156,31 @@ def test_a_decoder_of_other_latents_is_refused_before_sampling(checkpoint, tmp_p
         )
 
 
-def test_a_reference_image_conditions_the_clip(checkpoint, tmp_path, monkeypatch):
-    seen = []
-    true_denoiser = pipeline.Denoiser
-    monkeypatch.setattr(
-        pipeline,
-        "Denoiser",
-        lambda model, geometry, conditioning, **k: (
-            seen.append(conditioning) or true_denoiser(model, geometry, conditioning, **k)
-        ),
-    )
+@pytest.fixture
+def seen(monkeypatch):
+    """What the denoiser of each rank was conditioned on."""
+    conditionings, true_denoiser = [], pipeline.Denoiser
+
+    def denoiser(model, geometry, conditioning, **keywords):
+        conditionings.append(conditioning)
+        return true_denoiser(model, geometry, conditioning, **keywords)
+
+    monkeypatch.setattr(pipeline, "Denoiser", denoiser)
+    return conditionings
+
+
+def make_picture(path):
     pixels = np.random.default_rng(0).integers(0, 256, (64, 96, 3), dtype=np.uint8)
-    picture, features = tmp_path / "picture.png", tmp_path / "features.safetensors"
-    Image.fromarray(pixels).save(picture)
-    size = {"width": 96, "height": 64}
-    save_text_features(features, *runs.features(24, num_images=1))
+    Image.fromarray(pixels).save(path)
+    return path
+
+
+def test_a_reference_image_conditions_the_clip(checkpoint, tmp_path, seen):
+    picture, features = make_picture(tmp_path / "picture.png"), tmp_path / "features.safetensors"
+    save_text_features(features, *runs.features(32, num_images=1))
     result = generate(
         checkpoint,
-        runs.request(tmp_path / "out", images=(picture,), **size, **ONE_STEP),
+        runs.request(tmp_path / "out", images=(picture,), width=96, height=64, **ONE_STEP),
         parts={"text_features": features},
         simulate=2,
         device="cpu",
@@ -181,12 +189,30 @@ def test_a_reference_image_conditions_the_clip(checkpoint, tmp_path, monkeypatch
         load_video_vae(checkpoint / "vae"), load_reference_image(picture, 64, 96)
     )
     special = load_file(features)["prompt.special_tokens"][0]
+    assert len(seen) == 2
     for conditioning in seen:
         (image,) = conditioning.images
         assert torch.equal(image.latent, expected)
         assert torch.equal(image.special_token, special)
-    assert len(seen) == 2
     assert set(result.hashes) >= {"video_frames"}
+
+
+def test_prompt_and_image_are_encoded_together(checkpoint, tmp_path, seen):
+    picture = make_picture(tmp_path / "picture.png")
+    tiny_qwen.save(tmp_path / "encoder")
+    settings = {"num_inference_steps": 1, "use_negative_prompt": False}
+    wanted = runs.request(
+        tmp_path / "out", prompt="the cat", images=(picture,), width=96, height=64,
+        settings=settings,
+    )  # fmt: skip
+    generate(checkpoint, wanted, parts={"text_encoder": tmp_path / "encoder"}, device="cpu")
+    # The sentence that names the figure is added before the text is encoded.
+    expected = load_text_encoder(tmp_path / "encoder").encode("the cat", num_images=1)
+    (conditioning,) = seen
+    assert torch.equal(conditioning.prompt, expected.features)
+    assert torch.equal(conditioning.images[0].special_token, expected.special_tokens[0])
+    assert conditioning.images[0].special_token.any()
+    assert conditioning.negative.shape == (0, 32)
 
 
 def test_images_of_several_shapes_are_refused(checkpoint, tmp_path, monkeypatch):
@@ -195,7 +221,7 @@ def test_images_of_several_shapes_are_refused(checkpoint, tmp_path, monkeypatch)
     Image.new("RGB", (64, 32)).save(pictures[0])
     Image.new("RGB", (32, 64)).save(pictures[1])
     features = tmp_path / "features.safetensors"
-    save_text_features(features, *runs.features(24, num_images=2))
+    save_text_features(features, *runs.features(32, num_images=2))
     wanted = runs.request(tmp_path / "out", images=pictures, width=96, height=64)
     with pytest.raises(ValueError, match="expected one size"):
         generate(checkpoint, wanted, parts={"text_features": features}, device="cpu")

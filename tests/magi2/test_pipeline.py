@@ -121,6 +121,24 @@ def test_a_run_goes_on_from_any_step_with_the_same_bits(checkpoint, whole, tmp_p
     assert not (tmp_path / STATE).exists()
 
 
+@pytest.mark.gpu
+@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.parametrize("ranks", [None, 2])
+def test_a_run_on_a_gpu_goes_on_with_the_same_bits(checkpoint, tmp_path, monkeypatch, ranks):
+    # Deterministic mode wants it from the start of a process; other tests may have used the GPU.
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    gpu = {"device": "cuda", "simulate": ranks}
+    wanted = {"deterministic": True}
+    expected = generate(checkpoint, runs.request(tmp_path / "whole", **wanted), **gpu)
+    with pytest.raises(KeyboardInterrupt):
+        generate(
+            checkpoint, runs.request(tmp_path / "out", **wanted),
+            progress=runs.StopAt(2), **gpu,
+        )  # fmt: skip
+    result = generate(checkpoint, runs.request(tmp_path / "out", resume=True, **wanted), **gpu)
+    assert (result.resumed_from, result.hashes) == (2, expected.hashes)
+
+
 def test_states_may_be_saved_less_often(checkpoint, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         generate(checkpoint, runs.request(tmp_path, save_every=2), progress=runs.StopAt(3), **CPU)
