@@ -135,7 +135,7 @@ class Watched:
 
 @pytest.mark.usefixtures("_few_iterations")
 def test_dynamic_regions_serve_all_lengths_and_only_tokens_are_symbolic(monkeypatch):
-    config, watched = small(), Watched()
+    config, watched = presets.tiny_uneven(), Watched()
     compiler = RegionCompiler(dynamic=True, deterministic=True, backend=watched)
     requests = [  # one rank has no token
         (packed_pair(config), [0, 75]),
