@@ -21,9 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a bare 
 from benchmarks import harness
 from benchmarks.expert_cases import MAX_GROUPS, SHAPES, TINY, ExpertInputs
 from benchmarks.harness import Candidate, Row
+from magi2.ops.expert_launches import best_tiles, run_blocks
 from magi2.ops.expert_mlp import expert_mlp_torch
-from magi2.ops.expert_tiles import choose_tiles
-from magi2.ops.fused_experts import run_blocks, run_experts_triton, sum_routes_triton
+from magi2.ops.fused_experts import run_experts_triton, sum_routes_triton
 from magi2.ops.fused_router import choose_experts_triton, route_tokens_triton
 from magi2.ops.route_build import build_routes_torch, build_routes_triton, number_experts
 from magi2.ops.routing import choose_experts_torch
@@ -78,7 +78,7 @@ def expert_rows(inputs: ExpertInputs, rounds: int, plain: bool) -> list[Row]:
     """Time the products with their sum, then everything behind the router."""
     shape = inputs.shape
     rows_of_weights = shape.heads * shape.experts
-    tiles = choose_tiles(inputs.device.type, inputs.x.dtype, shape.routes / rows_of_weights)
+    tiles = best_tiles(inputs.x, shape.inner)
     print(f"{shape.name}: floor {shape.floor}; {tiles}", flush=True)
     routes = build_routes_triton(inputs.choice, rows_of_weights, tiles.block_rows)
     weights = inputs.weights.permute(1, 0, 2).contiguous()

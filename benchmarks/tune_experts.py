@@ -29,11 +29,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a bare 
 from benchmarks import harness
 from benchmarks.expert_cases import SHAPES, TINY, ExpertInputs, Shape
 from benchmarks.jobs import run_jobs
-from magi2.ops.expert_tiles import ExpertTiles, FusedTile, ProductTile
-from magi2.ops.fused_experts import run_blocks
+from magi2.ops.expert_launches import run_blocks
+from magi2.ops.expert_tiles import ExpertTiles, FusedTile, HopperTile, ProductTile
 from magi2.ops.fused_router import RouterTile, route_tokens_triton
 from magi2.ops.route_build import build_routes_triton
 
+KINDS = ("hopper", "fused", "two products", "router")
 BOUND = 2e-3
 REPEATS = 7
 
@@ -51,7 +52,22 @@ class Job:
     def kind(self) -> str:
         if isinstance(self.tiles, RouterTile):
             return "router"
+        if self.tiles.hopper:
+            return "hopper"
         return "fused" if self.tiles.fused else "two products"
+
+
+def hopper_tiles() -> Iterator[ExpertTiles]:
+    """The fused form whose warps have roles; shared memory bounds the slots."""
+    for inner, gate_slots, down_slots in (
+        (64, 2, 1),
+        (32, 3, 3),
+        (32, 4, 2),
+        (32, 2, 2),
+        (64, 1, 2),
+    ):
+        tile = HopperTile(inner=inner, gate_slots=gate_slots, down_slots=down_slots)
+        yield ExpertTiles(block_rows=128, hopper=tile)
 
 
 def fused_tiles() -> Iterator[ExpertTiles]:
@@ -245,7 +261,7 @@ def measure(jobs: Sequence[Job], log: Log, stage: str, seconds: float) -> None:
 def report(log: Log, shapes: Sequence[Shape]) -> None:
     for shape in shapes:
         print(f"\n{shape.name}: {shape.tokens} tokens, {shape.heads} heads; {shape.floor}")
-        for kind in ("fused", "two products", "router"):
+        for kind in KINDS:
             for us, job in log.best(shape, kind, 5):
                 print(f"  {us:8.1f} us  {kind}: {job.tiles}")
 
@@ -254,6 +270,7 @@ def jobs_of(options: argparse.Namespace) -> list[Job]:
     """All ways in the order in which they are worth their time."""
     shapes = SHAPES if options.device != "cpu" else TINY
     kinds: list[list[ExpertTiles | RouterTile]] = [
+        list(hopper_tiles()) if options.device != "cpu" else [],
         list(fused_tiles()),
         list(router_tiles()),
         list(product_tiles()),
@@ -294,11 +311,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         mine = [job for job in built if job.shape == shape]
         measure(mine, log, "sweep", 0.8 * left)
         report(log, [shape])
-        best = [
-            job
-            for kind in ("fused", "two products", "router")
-            for _, job in log.best(shape, kind, 4)
-        ]
+        best = [job for kind in KINDS for _, job in log.best(shape, kind, 4)]
         again = [dataclasses.replace(job, rounds=4 * REPEATS) for job in best]
         measure(again, log, "again", 0.2 * left)
     report(log, shapes)

@@ -56,33 +56,54 @@ class FusedTile:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HopperTile:
+    """Both products in one program whose warps have roles: CUDA, compute capability 9, Triton 3.6.
+
+    Blocks have 128 rows; bfloat16 and float16; head widths 64, 128 and 256.
+
+    Attributes:
+        inner: Inner channels of a step; they divide those of an expert.
+        gate_slots: Steps whose tiles of W_gate and W_up are in flight or in use.
+        down_slots: The same for W_down.
+    """
+
+    inner: int
+    gate_slots: int
+    down_slots: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExpertTiles:
-    """Rows of a block, and either both products or the fused form.
+    """Rows of a block, and one form: both products, or one of the forms that fuse them.
 
     Attributes:
         block_rows: Routes of one expert that a program takes.
-        gate_up: First product and activation; None with `fused`.
-        down: Second product; None with `fused`.
+        gate_up: First product and activation, with `down`.
+        down: Second product, with `gate_up`.
         fused: Both in one kernel.
+        hopper: Both in one kernel for Hopper.
     """
 
     block_rows: int
     gate_up: ProductTile | None = None
     down: ProductTile | None = None
     fused: FusedTile | None = None
+    hopper: HopperTile | None = None
 
     def __post_init__(self) -> None:
-        products = (self.gate_up is not None, self.down is not None)
-        if products != ((False, False) if self.fused else (True, True)):
+        forms = (self.gate_up or self.down, self.fused, self.hopper)
+        if sum(form is not None for form in forms) != 1 or (not self.gate_up) != (not self.down):
             raise ValueError(
-                f"gate_up={self.gate_up}, down={self.down}, fused={self.fused}: expected both "
-                "products, or the fused form alone."
+                f"gate_up={self.gate_up}, down={self.down}, fused={self.fused}, "
+                f"hopper={self.hopper}: expected both products, or a fused form alone."
             )
+        if self.hopper and self.block_rows != 128:
+            raise ValueError(f"block_rows={self.block_rows}: expected 128 with a HopperTile.")
         sizes = [self.block_rows]
         sizes += [
             n for tile in (self.gate_up, self.down) if tile for n in (tile.columns, tile.depth)
         ]
-        sizes += [self.fused.inner] if self.fused else []
+        sizes += [form.inner for form in (self.fused, self.hopper) if form]
         wrong = [n for n in sizes if n < 16 or n & (n - 1)]
         if wrong:
             raise ValueError(f"tile sizes {wrong}: expected powers of two from 16 on.")
@@ -107,16 +128,20 @@ _MUSA = ExpertTiles(
 )
 
 
-def choose_tiles(kind: str, dtype: torch.dtype, routes_per_expert: float) -> ExpertTiles:
-    """The table's entry for a kind of device, a dtype and how full the experts are.
+# Warps with roles, on the GPUs and the Triton that have what they need.
+HOPPER = ExpertTiles(block_rows=128, hopper=HopperTile(inner=64, gate_slots=2, down_slots=1))
+
+
+def choose_tiles(kind: str, dtype: torch.dtype, *, hopper: bool = False) -> ExpertTiles:
+    """The table's entry for a kind of device and a dtype.
 
     Args:
         kind: Kind of device: cuda, musa, or cpu under the interpreter.
         dtype: Of activations and weights.
-        routes_per_expert: Mean over all experts, which decides how many rows a block should have.
+        hopper: Whether `HOPPER` can run there.
     """
+    if hopper:
+        return HOPPER
     if dtype == torch.float32:
         return _FLOAT32
-    if kind == "musa":
-        return _MUSA
-    return _CUDA
+    return _MUSA if kind == "musa" else _CUDA

@@ -7,14 +7,16 @@ import importlib.util
 import pytest
 import torch
 
+from magi2.ops.expert_launches import best_tiles, hopper_obstacle
 from magi2.ops.expert_mlp import expert_mlp_torch
-from magi2.ops.expert_tiles import ExpertTiles, FusedTile, ProductTile, choose_tiles
+from magi2.ops.expert_tiles import ExpertTiles, FusedTile, HopperTile, ProductTile, choose_tiles
 from magi2.ops.fused_experts import check_experts, expert_mlp_triton
 from magi2.ops.route_build import build_routes_torch, build_routes_triton, number_experts
 from tests.magi2.triton_cases import (
     BF16,
     CASES,
     FLOAT64_ERROR,
+    check_experts_case,
     error,
     expert_inputs,
     run_interpreted,
@@ -81,6 +83,103 @@ def test_offsets_beyond_two_to_the_31_on_a_gpu():
     assert error(routes, expert_mlp_torch(*last)) < FLOAT64_ERROR[BF16]
 
 
+HOPPER = [
+    HopperTile(inner=64, gate_slots=2, down_slots=1),
+    HopperTile(inner=32, gate_slots=3, down_slots=3),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("hopper", HOPPER, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (1, 1, 1, 1, 64, 64),
+        (1, 3, 6, 8, 256, 1280),
+        (40, 1, 1, 64, 128, 192),
+        (70, 2, 2, 3, 256, 64),
+        (2000, 3, 6, 8, 256, 1280),
+    ],
+)
+def test_hopper_form_matches_the_references(sizes, dtype, hopper):
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a GPU of compute capability 9")
+    inputs = expert_inputs(sizes, dtype, "cuda")
+    cut = ExpertTiles(block_rows=128, hopper=hopper)
+    routes = check_experts_case(inputs, cut)
+    x, choice, weights, *banks = inputs
+    order = torch.randperm(sizes[0], device="cuda")
+    shuffled = (x[order], choice[:, order], weights[:, order])
+    assert torch.equal(expert_mlp_triton(*shuffled, *banks, tiles=cut), routes[order])
+    wider = torch.randn(sizes[0], sizes[1] + 2, sizes[4], device="cuda").to(dtype)
+    wider[:, 1:-1] = x
+    sliced = (wider[:, 1:-1], choice, weights)
+    assert torch.equal(expert_mlp_triton(*sliced, *banks, tiles=cut), routes)
+
+
+@pytest.mark.gpu
+def test_hopper_form_keeps_a_nan_in_its_token():
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a GPU of compute capability 9")
+    inputs = expert_inputs((300, 2, 2, 3, 64, 128), BF16, "cuda")
+    inputs[1].fill_(1)  # more rows than a block has, all for one expert
+    inputs[0][4, 1, 3] = float("nan")
+    routes = expert_mlp_triton(*inputs, tiles=ExpertTiles(block_rows=128, hopper=HOPPER[0]))
+    assert routes[4, 1].isnan().all()
+    routes[4, 1] = 0.0
+    assert not routes.isnan().any()
+
+
+@pytest.mark.parametrize("hopper", HOPPER, ids=str)
+def test_hopper_form_compiles_with_running_products_and_fits_the_shared_memory(hopper):
+    pytest.importorskip("triton.experimental.gluon", reason="needs triton 3.6")
+    assembly, shared = compile_hopper(hopper)
+    # Gate and up for 256 channels and down for the inner ones, in steps of 16, in both groups.
+    assert assembly.count("wgmma.mma_async") == 2 * (2 * 16 + hopper.inner // 16)
+    assert shared <= 232448
+
+
+def compile_hopper(hopper: HopperTile) -> tuple[str, int]:
+    """Assembly and shared memory of the kernel at production widths; needs no GPU."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from magi2.kernels.hopper_experts import hopper_experts_kernel as kernel
+
+    def descriptor(*block: int) -> str:
+        layout = gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16)
+        return f"tensordesc<bf16[{block[0]}, {block[1]}],{layout!r}>"
+
+    wide = descriptor(256, hopper.inner)
+    types = dict.fromkeys(("slots", "block_expert", "padded_total"), "*i32")
+    types |= dict.fromkeys(("num_routes", "token_stride", "head_stride"), "i32")
+    types |= {"x": "*bf16", "out": "*bf16", "weights": "*fp32", "w_gate": wide, "w_up": wide}
+    types["w_down"] = descriptor(hopper.inner, 256)
+    constants = {"HEADS": 3, "TOP_K": 6, "D": 256, "F": 1280, "BLOCK_F": hopper.inner}
+    constants |= {"GATE_SLOTS": hopper.gate_slots, "DOWN_SLOTS": hopper.down_slots}
+    names = kernel.arg_names
+    aligned = [n for n, kind in types.items() if kind.startswith("*") or n.endswith("stride")]
+    source = GluonASTSource(
+        kernel,
+        {name: types.get(name, "constexpr") for name in names},
+        {(names.index(name),): value for name, value in constants.items()},
+        {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    options = {"num_warps": 4, "maxnreg": 168}
+    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return built.asm["ptx"], built.metadata.shared
+
+
+def test_hopper_form_says_what_it_needs():
+    x = torch.randn(3, 1, 64).bfloat16()
+    assert "compute capability 9" in str(hopper_obstacle(x, 64, HOPPER[0]))
+    with pytest.raises(ValueError, match="block_rows=64: expected 128"):
+        ExpertTiles(block_rows=64, hopper=HOPPER[0])
+
+
 def test_refuses_what_does_not_fit():
     x, choice, weights, gate, up, down = expert_inputs((5, 2, 2, 3, 8, 12), BF16, "cpu")
     check_experts(x, choice, weights, gate, up, down)
@@ -121,10 +220,11 @@ def test_tiles_are_whole_and_of_one_form():
 def test_every_device_has_tiles_that_the_oldest_triton_can_build():
     for kind in ("cpu", "cuda", "musa"):
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            for mean in (0.1, 87.0, 347.0):
-                chosen = choose_tiles(kind, dtype, mean)
-                if kind != "cuda":
-                    parts = (chosen.gate_up, chosen.down, chosen.fused)
-                    assert not any(part.descriptors for part in parts if part)
-                if kind == "musa" and dtype != torch.float32:
-                    assert chosen.gate_up.depth == chosen.down.depth == 64
+            chosen = choose_tiles(kind, dtype)
+            parts = (chosen.gate_up, chosen.down, chosen.fused)
+            assert not any(part.descriptors for part in parts if part)
+            assert chosen.hopper is None
+            if kind == "musa" and dtype != torch.float32:
+                assert chosen.gate_up.depth == chosen.down.depth == 64
+    assert choose_tiles("cuda", torch.bfloat16, hopper=True).hopper is not None
+    assert best_tiles(torch.randn(3, 1, 256), 1280) == choose_tiles("cpu", torch.float32)
