@@ -171,27 +171,23 @@ SCENARIOS = {
 
 @pytest.mark.gloo
 def test_a_process_that_raises_stops_the_others_which_name_it():
-    outcomes = rank_outcomes(started, 3, "one_raises", timeout=60)
+    outcomes = rank_outcomes(started, 2, "one_raises", timeout=60)
     texts = [outcome.result for outcome in outcomes]
-    assert texts[1][:3] == ("rank 1 of 3: the odd rank's own trouble", True, "ValueError")
-    for rank in (0, 2):
-        text, speaks, _, seconds = texts[rank]
-        assert text == (
-            f"rank {rank} of 3: stopped, because rank 1 failed: the odd rank's own trouble"
-        )
-        assert speaks
-        assert seconds < IN_TIME
+    assert texts[1][:3] == ("rank 1 of 2: the odd rank's own trouble", True, "ValueError")
+    text, speaks, _, seconds = texts[0]
+    assert text == "rank 0 of 2: stopped, because rank 1 failed: the odd rank's own trouble"
+    assert speaks
+    assert seconds < IN_TIME
 
 
 @pytest.mark.gloo
 def test_a_process_that_is_killed_stops_the_others():
-    outcomes = rank_outcomes(started, 3, "one_is_killed", timeout=60)
+    outcomes = rank_outcomes(started, 2, "one_is_killed", timeout=60)
     assert outcomes[1].exit_code == -signal.SIGKILL
-    for rank in (0, 2):
-        text, _, _, seconds = outcomes[rank].result
-        assert f"rank {rank} of 3: " in text
-        assert "another rank is gone" in text
-        assert seconds < IN_TIME
+    text, speaks, _, seconds = outcomes[0].result
+    assert text.startswith("rank 0 of 2: another rank is gone")
+    assert speaks
+    assert seconds < IN_TIME
 
 
 @pytest.mark.gloo
