@@ -18,9 +18,9 @@ the experts over all ranks or inside a run, and experts whole or shared.
 
 Not promised, and not tested for equal bytes: other numbers of ranks that share the tokens, packed
 branches of unequal length against split ones, and padding. A matrix product over another number of
-rows may add in another order; so may Inductor's fused kernels against eager code, and dynamic ones
-against static ones. `route_sum` "choice" and "expert" add in another order by definition; each is
-compared with itself.
+rows may add in another order (on a CPU most such runs are equal, some are not); so may Inductor's
+fused kernels against eager code, and dynamic ones against static ones. `route_sum` "choice" and
+"expert" add in another order by definition; each is compared with itself.
 """
 
 from __future__ import annotations

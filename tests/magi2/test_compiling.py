@@ -270,3 +270,21 @@ def test_inductor_repeats_its_bits_from_a_fresh_compile(world_size, dynamic):
             compiler = RegionCompiler(dynamic=dynamic, deterministic=True)
             results.append(on_ranks(config, requests, compiler, world_size))
     assert_same_bits(*results)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_inductor_repeats_its_bits_on_a_gpu(dynamic):
+    config = presets.tiny()
+    packed, results = packed_pair(config, video=(4, 6, 8)).to("cuda"), []
+    for _ in range(2):
+        torch._dynamo.reset()
+        with torch._inductor.utils.fresh_cache(), torch.no_grad():
+            model = model_of(config).to("cuda")
+            compile_model(model, dynamic=dynamic, deterministic=True)
+            results.append([model(*packed) for _ in range(2)])
+    assert_same_bits(*results)
+    assert torch.equal(*results[0])
+    with torch.no_grad():
+        eager = model_of(config).to("cuda")(*packed)
+    assert torch.linalg.vector_norm(results[0][0] - eager) < 5e-2 * eager.norm()

@@ -171,6 +171,21 @@ def test_moments_are_compared_after_the_device_has_settled():
     assert all(record.seconds > record.model_seconds > 0 for record in timer.records)
 
 
+@pytest.mark.gpu
+def test_events_see_what_the_gpu_does():
+    config, timer = presets.tiny(), StepTimer("cuda")
+    model, packed = model_of(config).to("cuda"), packed_pair(config).to("cuda")
+    with torch.no_grad(), timer.on(model):
+        timer.start()
+        for _ in range(3):
+            model(*packed)
+            torch.cuda._sleep(20_000_000)  # cycles: some milliseconds that no host clock waits for
+            timer.end_step()
+    for step in timer.records:
+        named = sum(part.seconds for part in step.components.values())
+        assert 0 < named <= step.model_seconds < step.seconds - 5e-3
+
+
 def record(seconds: float, exchange: float, sent: int = 0, work: float = 0.5) -> StepRecord:
     return StepRecord(
         seconds=seconds,
