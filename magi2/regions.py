@@ -33,7 +33,6 @@ from magi2.ops.stream_mix import hyper_connect_torch, mix_streams_torch
 from magi2.transformer import Magi2Transformer
 
 REGIONS = ("adapter-in", "attention-in", "dense-out", "moe-in", "moe-out", "adapter-out")
-BETWEEN = ("attention", "experts")  # what runs between a layer's exchanges
 
 # How a region runs: its name, function, module, the order of its tokens, and its arguments.
 CallRegion = Callable[..., Any]
@@ -121,23 +120,31 @@ class Regions:
     def _run_layer(
         self, layer: TransformerLayer, x_TSC: torch.Tensor, plan: RequestPlan
     ) -> torch.Tensor:
-        attention, mlp = layer.attention, layer.mlp
+        mlp = layer.mlp
+        if not isinstance(mlp, MultiHeadMoe):
+            received = self._attend(layer, x_TSC, plan)
+            streams: torch.Tensor = self._run("dense-out", dense_out, layer, plan, x_TSC, *received)
+            return streams
+        # No name for what was received: it would live through the experts.
+        x_TSC, split, common, post, res = self._run(
+            "moe-in", moe_in, layer, plan, x_TSC, *self._attend(layer, x_TSC, plan)
+        )
+        routed = mlp.route(split, plan)
+        streams = self._run("moe-out", moe_out, layer, plan, x_TSC, routed, common, post, res)
+        return streams
+
+    def _attend(
+        self, layer: TransformerLayer, x_TSC: torch.Tensor, plan: RequestPlan
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The attention as received, gate logits, `post` and `res` maps."""
+        attention = layer.attention
         qkv, gate, post, res = self._run("attention-in", attention_in, layer, plan, x_TSC)
         q, k, v = plan.sequence.scatter_heads(qkv)
         with self.watch("attention"):
             out = attention.attend(q, k, v, plan)
         if attention.output_head_shards:
-            out = plan.sequence.gather_head_shards(out)
-        else:
-            out = plan.sequence.gather_heads(out)
-        received = (x_TSC, out, gate, post, res)
-        if not isinstance(mlp, MultiHeadMoe):
-            streams: torch.Tensor = self._run("dense-out", dense_out, layer, plan, *received)
-            return streams
-        x_TSC, split, common, post, res = self._run("moe-in", moe_in, layer, plan, *received)
-        routed = mlp.route(split, plan)
-        streams = self._run("moe-out", moe_out, layer, plan, x_TSC, routed, common, post, res)
-        return streams
+            return plan.sequence.gather_head_shards(out), gate, post, res
+        return plan.sequence.gather_heads(out), gate, post, res
 
 
 def embed(adapter: PreAdapter, x: torch.Tensor, order: ModalityOrder) -> torch.Tensor:

@@ -18,6 +18,7 @@ from magi2.compiling import RegionCompiler, compile_model, length_pattern
 from magi2.config import Magi2Config
 from magi2.regions import REGIONS, Regions, call_directly
 from magi2.topology import Topology
+from tests.magi2.live_memory import LiveMemory
 from tests.magi2.packed import Packed, packed_pair
 from tests.magi2.sharded import LAYOUTS, model_of
 from ulysses_comm import as_send_buffer
@@ -210,6 +211,22 @@ def test_regions_run_in_order_and_can_be_removed():
         model(*packed)
     assert len(seen) == 7
     assert model.state_dict().keys() == plain.state_dict().keys()
+
+
+@pytest.mark.parametrize("preset", [presets.tiny, presets.tiny_uneven])
+def test_regions_take_little_more_memory_than_the_model_itself(preset):
+    config = preset()
+    model, packed, peaks = model_of(config), packed_pair(config, video=(8, 8, 8), audio=30), []
+    with torch.no_grad():
+        plan = model.plan(packed.coords, packed.modality, packed.cu_seqlens)
+        for _ in range(2):
+            with LiveMemory() as memory:
+                model.run(packed.x, plan, packed.time_tokens)
+            peaks.append(memory.peak)
+            Regions(model)
+    # What the attention gave lives to the end of the region that it enters.
+    received = len(packed.x) * config.hidden_size * config.dtype.itemsize
+    assert peaks[1] <= peaks[0] + 1.05 * received
 
 
 def test_a_compiler_of_other_settings_is_refused():
