@@ -130,6 +130,7 @@ class Regions:
             "moe-in", moe_in, layer, plan, x_TSC, *self._attend(layer, x_TSC, plan)
         )
         routed = mlp.route(split, plan)
+        del split
         streams = self._run("moe-out", moe_out, layer, plan, x_TSC, routed, common, post, res)
         return streams
 
