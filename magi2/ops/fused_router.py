@@ -33,6 +33,8 @@ class RouterTile:
 
 # 64 rows fill an instruction of the matrix unit, and 64 x 256 scores fit the registers of 8 warps.
 _PRODUCT = RouterTile(tokens=64)
+# More experts take the shared memory of several steps.
+_WIDE = RouterTile(tokens=16, depth=16, num_stages=1)
 _LOGITS = RouterTile(tokens=16, num_warps=4)
 
 
@@ -104,7 +106,7 @@ def route_tokens_triton(
         bias_HE,
         (x_THD.shape[0], heads, experts),
         (top_k, score_func, route_norm, route_scale),
-        tile or (_PRODUCT if experts <= 256 else _LOGITS),
+        tile or (_PRODUCT if experts <= 256 else _WIDE),
     )
 
 

@@ -292,6 +292,7 @@ def router_chooses_as_the_plain_form(device: str) -> None:
         (1, 1, 1, 1, 16),
         (2, 70, 6, 40, 48),
         (1, 19, 8, 256, 24),
+        (1, 5, 2, 600, 16),
     ):
         for score_func, norm in product(("sigmoid", "softmax"), (True, False)):
             settings = {**SIGMOID, "top_k": top_k, "score_func": score_func, "route_norm": norm}
@@ -350,6 +351,9 @@ def router_breaks_ties_by_number_and_puts_nan_first(device: str) -> None:
     assert choice[0, 3, 0] == 7
     assert choice[1, 5].tolist() == [0, 1, 2, 3]
     assert weights.isnan().sum() == 8
+    bias[1, 9] = torch.copysign(torch.tensor(float("nan")), torch.tensor(-1.0))
+    choice, _ = choose_experts_triton(torch.zeros_like(logits), bias, **settings)
+    assert (choice[1, :, 0] == 9).all()
     bias.fill_(float("-inf"))
     choice, _ = choose_experts_triton(torch.randn_like(logits), bias, **settings)
     assert torch.equal(choice.long(), torch.arange(4, device=device).expand_as(choice))
