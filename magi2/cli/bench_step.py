@@ -19,8 +19,9 @@ _OUTPUTS = "Outputs"
 
 def bench_step(
     source: options.Source = "tiny",
-    width: options.Width = 448,
-    height: options.Height = 256,
+    resolution: options.Resolution = "272p",
+    width: options.Width = None,
+    height: options.Height = None,
     num_frames: options.NumFrames = 125,
     text_tokens: options.TextTokens = 222,
     negative_text_tokens: options.NegativeTextTokens = 222,
@@ -137,7 +138,7 @@ def bench_step(
     request = BenchRequest(
         config=config,
         checkpoint=checkpoint,
-        geometry=options.read_geometry(width, height, num_frames),
+        geometry=options.read_geometry(resolution, width, height, num_frames),
         text_lengths=(text_tokens, negative_text_tokens),
         num_steps=num_inference_steps,
         compile="static" if compile_static else "dynamic" if compile_dynamic else "off",

@@ -41,8 +41,25 @@ ExpertParallelSize = Annotated[
         rich_help_panel=RANKS,
     ),
 ]
-Width = Annotated[int, typer.Option(help="Pixels, a multiple of 16.", rich_help_panel=SIZE)]
-Height = Annotated[int, typer.Option(help="Pixels, a multiple of 16.", rich_help_panel=SIZE)]
+Resolution = Annotated[
+    str, typer.Option(help="272p, 448 x 256 pixels, or 540p, 896 x 512.", rich_help_panel=SIZE)
+]
+Width = Annotated[
+    int | None,
+    typer.Option(
+        help="Pixels, a multiple of 16.",
+        show_default="the resolution's",
+        rich_help_panel=SIZE,
+    ),
+]
+Height = Annotated[
+    int | None,
+    typer.Option(
+        help="Pixels, a multiple of 16.",
+        show_default="the resolution's",
+        rich_help_panel=SIZE,
+    ),
+]
 NumFrames = Annotated[
     int, typer.Option(help="One more than a multiple of 4.", rich_help_panel=SIZE)
 ]
@@ -50,9 +67,7 @@ TextTokens = Annotated[int, typer.Option(min=1, help="Of the prompt.", rich_help
 NegativeTextTokens = Annotated[
     int, typer.Option(min=0, help="Of the negative prompt.", rich_help_panel=SIZE)
 ]
-DeviceName = Annotated[
-    str, typer.Option(help="h200, h100 or a100.", rich_help_panel=DEVICE, show_choices=True)
-]
+DeviceName = Annotated[str, typer.Option(help="h200, h100 or a100.", rich_help_panel=DEVICE)]
 DeviceFile = Annotated[
     Path | None,
     typer.Option(
@@ -88,11 +103,24 @@ def read_config(source: str) -> Magi2Config:
     return known[source]()
 
 
-def read_geometry(width: int, height: int, num_frames: int) -> Geometry:
-    """Sizes of a clip."""
-    from magi2.geometry import Geometry
+def read_geometry(
+    resolution: str, width: int | None, height: int | None, num_frames: int
+) -> Geometry:
+    """Sizes of a clip.
 
-    return Geometry.of(width=width, height=height, num_frames=num_frames)
+    Raises:
+        ValueError: If there is no such resolution, or latents have no such size.
+    """
+    from magi2.geometry import PRESETS, Geometry
+
+    if resolution not in PRESETS:
+        raise ValueError(f"--resolution {resolution}: expected one of {', '.join(PRESETS)}.")
+    preset_width, preset_height = PRESETS[resolution]
+    return Geometry.of(
+        width=preset_width if width is None else width,
+        height=preset_height if height is None else height,
+        num_frames=num_frames,
+    )
 
 
 def read_device(name: str, path: Path | None) -> DeviceProfile:

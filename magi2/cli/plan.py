@@ -21,8 +21,9 @@ _PREDICTED = "predicted"
 
 def plan(
     source: options.Source = "preview",
-    width: options.Width = 448,
-    height: options.Height = 256,
+    resolution: options.Resolution = "272p",
+    width: options.Width = None,
+    height: options.Height = None,
     num_frames: options.NumFrames = 125,
     text_tokens: options.TextTokens = 222,
     negative_text_tokens: options.NegativeTextTokens = 222,
@@ -48,7 +49,7 @@ def plan(
     """Show tokens, bytes per exchange, memory and predicted step time; nothing is run."""
     config = options.read_config(source)
     profile = options.read_device(device, device_file)
-    geometry = options.read_geometry(width, height, num_frames)
+    geometry = options.read_geometry(resolution, width, height, num_frames)
     texts = (text_tokens, negative_text_tokens)
     if compare:
         sizes = [_parse(text) for text in compare]

@@ -88,6 +88,13 @@ def test_plan_of_the_released_model_has_its_documented_figures(tmp_path):
     assert total == pytest.approx(plan["predicted_step_seconds"])
 
 
+def test_plan_of_the_larger_clip_has_its_documented_tokens():
+    shown = run("plan", "--resolution", "540p", "--ulysses-degree", 8)
+    assert "57,344 video and 250 audio tokens" in shown
+    assert "115,632 in both branches" in shown
+    assert "14,454 tokens a rank" in shown
+
+
 def test_plan_compares_topologies():
     shown = run("plan", "preview", "--compare", "8,1", "--compare", "4,2,4", "--compare", "1,1")
     rows = [line.split() for line in shown.splitlines() if line.strip()[:2] in ("8 ", "1 ")]
@@ -106,6 +113,7 @@ def test_plan_compares_topologies():
         (["plan", "--compare", "8"], "ULYSSES,CFG"),
         (["plan", "--device", "abacus"], "expected one of h200"),
         (["plan", "--width", "450"], "450"),
+        (["plan", "--resolution", "1080p"], "expected one of 272p, 540p"),
         (["plan", "--num-frames", "124"], "124"),
         (["plan", "--ulysses-degree", "7"], "ulysses degree 7"),
         (["inspect", "tiny", "--ulysses-degree", "3"], "ulysses degree 3"),
