@@ -110,23 +110,35 @@ class ExpertInputs:
 
         return check
 
-    def grouped_mm(self, groups: int) -> torch.Tensor:
-        """Sort, gather, `torch._grouped_mm` of at most `groups` experts, activate, sum."""
+    @cached_property
+    def _bounds(self) -> list[int]:
+        """First row of each expert in expert order, and the number of rows, on the host."""
         shape = self.shape
+        first = torch.arange(shape.heads, device=self.device)[:, None, None] * shape.experts
+        counts = torch.bincount(
+            (self.choice + first).flatten(), minlength=shape.heads * shape.experts
+        )
+        return [0, *counts.cumsum(0).tolist()]
+
+    def grouped_mm(self, groups: int) -> torch.Tensor:
+        """Sort, gather, `torch._grouped_mm` of at most `groups` experts a call, activate, sum.
+
+        Where the calls cut the rows is known beforehand, so that no call waits for the device.
+        """
+        shape = self.shape
+        rows = shape.heads * shape.experts
         first = torch.arange(shape.heads, device=self.device)[:, None, None] * shape.experts
         expert = (self.choice + first).permute(1, 0, 2).flatten()
         ids, order = torch.sort(expert, stable=True)
-        rows = shape.heads * shape.experts
-        ends = torch.searchsorted(
-            ids, torch.arange(1, rows + 1, device=self.device), out_int32=True
-        )
+        experts = torch.arange(1, rows + 1, device=self.device)
+        ends = torch.searchsorted(ids, experts, out_int32=True)
         x = self.x.flatten(0, 1)[order // shape.top_k]
         gate, up, down = self.banks
         routes = []
-        cuts = [0, *ends[groups - 1 :: groups].tolist()] if rows > groups else [0, x.shape[0]]
-        for part, start in enumerate(range(0, rows, groups)):
-            here = slice(start, start + groups)
-            mine, offsets = x[cuts[part] : cuts[part + 1]], ends[here] - cuts[part]
+        for start in range(0, rows, groups):
+            here = slice(start, min(start + groups, rows))
+            low, high = self._bounds[here.start], self._bounds[here.stop]
+            mine, offsets = x[low:high], ends[here] - low
             hidden = gated_swiglu7_torch(
                 torch._grouped_mm(mine, gate[here], offs=offsets),
                 torch._grouped_mm(mine, up[here], offs=offsets),
