@@ -1,10 +1,11 @@
 """The fused experts for Hopper, its warps divided by role; written in Gluon, part of Triton 3.6.
 
-A program walks over blocks of 128 routes. One warp fetches weight tiles into rings of shared memory
+A program walks over blocks of 128 routes. Two warps fetch weight tiles into rings of shared memory
 with the bulk copy engine. Two groups of four warps multiply, 64 rows each, at their own pace: while
 one of them activates, the other keeps the matrix units busy.
 
-    one warp     [gate, up] of tile f into a ring of GATE_SLOTS, down of it into one of DOWN_SLOTS
+    one warp     [gate, up] of tile f into a ring of GATE_SLOTS
+    another      down of tile f into a ring of DOWN_SLOTS
     each group   gate, up = x @ [gate, up]; hidden = swiglu7(gate, up), rounded
                  total += hidden @ down
 
@@ -32,7 +33,7 @@ HALF = gl.constexpr(64)  # rows of a group: one instruction of the matrix unit
 
 
 @gluon.jit
-def _fetch(
+def _fetch_gates(
     weights,
     rings,
     block_expert,
@@ -41,25 +42,44 @@ def _fetch(
     F: gl.constexpr,
     BLOCK_F: gl.constexpr,
     GATE_SLOTS: gl.constexpr,
-    DOWN_SLOTS: gl.constexpr,
 ):
-    w_gate, w_up, w_down = weights
-    gates, ups, downs, gate_ready, gate_free, down_ready, down_free = rings
+    w_gate, w_up, _ = weights
+    gates, ups, _, ready, free, _, _ = rings
     step = 0
     for block in range(gl.program_id(0), num_blocks, gl.num_programs(0)):
         expert = gl.load(block_expert + block)
         for f in range(0, F, BLOCK_F):
             slot = step % GATE_SLOTS
-            ready = gate_ready.index(slot)
-            mbarrier.wait(gate_free.index(slot), (step // GATE_SLOTS & 1) ^ 1)
-            mbarrier.expect(ready, 4 * D * BLOCK_F)
-            tma.async_copy_global_to_shared(w_gate, [expert * D, f], ready, gates.index(slot))
-            tma.async_copy_global_to_shared(w_up, [expert * D, f], ready, ups.index(slot))
+            mbarrier.wait(free.index(slot), (step // GATE_SLOTS & 1) ^ 1)
+            bar = ready.index(slot)
+            mbarrier.expect(bar, 4 * D * BLOCK_F)
+            tma.async_copy_global_to_shared(w_gate, [expert * D, f], bar, gates.index(slot))
+            tma.async_copy_global_to_shared(w_up, [expert * D, f], bar, ups.index(slot))
+            step += 1
+
+
+@gluon.jit
+def _fetch_downs(
+    weights,
+    rings,
+    block_expert,
+    num_blocks,
+    D: gl.constexpr,
+    F: gl.constexpr,
+    BLOCK_F: gl.constexpr,
+    DOWN_SLOTS: gl.constexpr,
+):
+    _, _, w_down = weights
+    _, _, downs, _, _, ready, free = rings
+    step = 0
+    for block in range(gl.program_id(0), num_blocks, gl.num_programs(0)):
+        expert = gl.load(block_expert + block)
+        for f in range(0, F, BLOCK_F):
             slot = step % DOWN_SLOTS
-            ready = down_ready.index(slot)
-            mbarrier.wait(down_free.index(slot), (step // DOWN_SLOTS & 1) ^ 1)
-            mbarrier.expect(ready, 2 * D * BLOCK_F)
-            tma.async_copy_global_to_shared(w_down, [expert * F + f, 0], ready, downs.index(slot))
+            mbarrier.wait(free.index(slot), (step // DOWN_SLOTS & 1) ^ 1)
+            bar = ready.index(slot)
+            mbarrier.expect(bar, 2 * D * BLOCK_F)
+            tma.async_copy_global_to_shared(w_down, [expert * F + f, 0], bar, downs.index(slot))
             step += 1
 
 
@@ -252,22 +272,16 @@ def hopper_experts_kernel(
                 (rows, rings, routed, HEADS, TOP_K, D, F, BLOCK_F, GATE_SLOTS, DOWN_SLOTS, 1),
             ),
             (
-                _fetch,
-                (
-                    weights_of,
-                    rings,
-                    block_expert,
-                    num_blocks,
-                    D,
-                    F,
-                    BLOCK_F,
-                    GATE_SLOTS,
-                    DOWN_SLOTS,
-                ),
+                _fetch_gates,
+                (weights_of, rings, block_expert, num_blocks, D, F, BLOCK_F, GATE_SLOTS),
+            ),
+            (
+                _fetch_downs,
+                (weights_of, rings, block_expert, num_blocks, D, F, BLOCK_F, DOWN_SLOTS),
             ),
         ],
-        [4, 1],
-        [240, 24],
+        [4, 1, 1],
+        [240, 24, 24],
     )
 
 
