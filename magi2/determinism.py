@@ -26,8 +26,8 @@ def deterministic_mode(enabled: bool = True) -> Iterator[None]:
     benchmark, float32 products are true float32, and sums of narrower products are kept in float32.
     Fresh memory is not filled, as torch's mode would: nothing here reads what was not written.
 
-    On a GPU cuBLAS needs fixed workspaces, which it reads from the environment once: the variable is
-    set if it is not, and stays so.
+    On a GPU cuBLAS needs fixed workspaces, which it reads from the environment once: the variable
+    is set if it is not, and stays so.
 
     The settings are the process's: enter it once around all simulated ranks. Repeated bits are
     meant for the same machine, the same number of threads and the same library versions.
