@@ -150,6 +150,11 @@ def _obstacle(
         return f"x is on {x.device}, and Triton serves {' and '.join(ACCELERATORS)}"
     if torch.is_grad_enabled() and any(t.requires_grad for t in (x, *weights)):
         return "gradients are recorded, which only the torch form has; torch.no_grad() stops that"
+    # A compiler's own tensors stand for plain ones, and meet an operator instead of a kernel.
+    for tensor in () if torch.compiler.is_compiling() else (x, *weights):
+        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        if isinstance(tensor, torch.Tensor) and not plain:
+            return f"{type(tensor).__name__} is a tensor subclass, which may hold no memory"
     if x.dtype not in fused_experts.DTYPES:
         return f"x is {x.dtype}, and the kernels take {fused_experts.DTYPES}"
     if len(weights) == 3:

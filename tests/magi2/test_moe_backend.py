@@ -114,6 +114,21 @@ def test_the_interpreter_serves_a_cpu_only_when_triton_is_asked_for(monkeypatch)
 
 
 @pytest.mark.usefixtures("with_triton")
+def test_tensors_that_may_hold_no_memory_go_to_torch(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+    class Lazy(torch.Tensor):
+        pass
+
+    x = torch.randn(3, 1, 8)
+    assert chosen("triton", x).name == "triton"
+    with pytest.raises(RuntimeError, match="Lazy is a tensor subclass"):
+        chosen("triton", x.as_subclass(Lazy))
+    with pytest.raises(RuntimeError, match="Lazy is a tensor subclass"):
+        chosen("triton", x, x.as_subclass(Lazy))
+
+
+@pytest.mark.usefixtures("with_triton")
 def test_a_kernel_that_fails_is_not_hidden(monkeypatch):
     def broken(*args, **kwargs):
         raise RuntimeError("the kernel is broken")
