@@ -40,9 +40,9 @@ Case = Callable[[str], None]
 CASES: dict[str, Case] = {}
 
 # Norm of the difference over that of float64 without roundings: two roundings, and float32 sums.
-FLOAT64_ERROR = {BF16: 4e-3, FP16: 5e-4, FP32: 1e-6}
+FLOAT64_ERROR = {BF16: 4e-3, FP16: 5e-4, FP32: 2e-6}
 # To the plain form, which rounds in the same places: only sums that fall on the other side differ.
-TORCH_ERROR = {BF16: 1e-3, FP16: 2e-4, FP32: 1e-6}
+TORCH_ERROR = {BF16: 1e-3, FP16: 2e-4, FP32: 2e-6}
 
 
 def case(function: Case) -> Case:
@@ -423,6 +423,8 @@ def run_interpreted() -> list[str]:
 
 def main() -> None:
     torch.set_num_threads(1)
+    # Of float32 products on a GPU nothing may be lost to TF32 in what they are compared with.
+    torch.backends.cuda.matmul.allow_tf32 = False
     fill_empty_with_nan()
     for name, function in CASES.items():
         torch.manual_seed(0)
