@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import operator
 from collections.abc import Iterable
 from typing import Any
@@ -33,13 +34,26 @@ def whole_numbers(name: str, values: object) -> tuple[int, ...]:
     return tuple(operator.index(item) for item in items)
 
 
+def is_finite_number(value: object) -> bool:
+    """Whether a value is an integer or a float that float arithmetic can hold; a bool is none."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # JSON's integers have no bound
+        return False
+
+
 def parse_json(text: str | bytes) -> Any:
     """Parse JSON in which no object states a key twice, which the standard parser lets pass.
 
     Raises:
-        ValueError: If it is no JSON, or a key is stated twice.
+        ValueError: If it is no JSON, a key is stated twice, or it is nested too deeply.
     """
-    return json.loads(text, object_pairs_hook=_unique)
+    try:
+        return json.loads(text, object_pairs_hook=_unique)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply.") from error
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from magi2.checks import parse_json, whole_numbers
+from magi2.checks import is_finite_number, parse_json, whole_numbers
 
 NUM_MODALITIES = 3
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -163,7 +163,8 @@ class Magi2Config:
     @property
     def intermediate_size(self) -> int:
         """Width of the dense MLP: two thirds of the scaled hidden size, in steps of 128."""
-        return int(self.hidden_size * self.intermediate_factor * 2 / 3) // 128 * 128
+        width = self.hidden_size * self.intermediate_factor * 2 / 3
+        return int(width) // 128 * 128 if math.isfinite(width) else 0
 
     @property
     def moe_hidden_size(self) -> int:
@@ -357,7 +358,7 @@ def _check_positive(name: str, value: object) -> None:
 
 
 def _check_number(name: str, value: object) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+    if not is_finite_number(value):
         raise ValueError(f"{name}={value!r}: expected a finite number.")
 
 

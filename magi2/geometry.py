@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+
+from magi2.checks import is_finite_number
 
 # Width and height in pixels of the sizes that the released model is made for.
 PRESETS = {"272p": (448, 256), "540p": (896, 512)}
@@ -65,7 +66,7 @@ class Geometry:
         """
         for name, pixels in (("width", width), ("height", height)):
             _check_pixels(name, pixels)
-        if not _is_number(fps) or fps <= 0:
+        if not is_finite_number(fps) or fps <= 0:
             raise ValueError(f"fps={fps!r}: expected a positive number, {DEFAULT_FPS} as released.")
         if num_frames is not None:
             if seconds is not None:
@@ -78,7 +79,11 @@ class Geometry:
         elif seconds is None:
             seconds = DEFAULT_SECONDS
         # The latent clock runs at twice the shown rate, with twice the stride in time.
-        ticks = round(seconds * fps * 2) if _is_number(seconds) else 0
+        # A product may be infinite where its factors are not.
+        is_length = is_finite_number(seconds) and is_finite_number(
+            seconds * max(fps, 1.0) * AUDIO_LATENT_FPS
+        )
+        ticks = round(seconds * fps * 2) if is_length else 0
         audio_length = round(seconds * AUDIO_LATENT_FPS) if ticks else 0
         if ticks < 1 or audio_length < 1:
             raise ValueError(
@@ -141,7 +146,3 @@ def _check_frames(num_frames: object) -> None:
             f"num_frames={num_frames}: expected one more than a multiple of {TEMPORAL_STRIDE}, "
             f"which is what latents decode to. Use {below} or {below + TEMPORAL_STRIDE}."
         )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

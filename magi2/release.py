@@ -200,9 +200,13 @@ def _read_config(path: Path) -> Mapping[str, Any]:
 
 def _read_seed(document: Mapping[str, Any], path: Path) -> int:
     engine = document.get("engine_config", {})
-    seed = engine.get("seed", DEFAULT_SEED) if isinstance(engine, Mapping) else None
-    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
-        raise ValueError(f"{path}: engine_config.seed is {seed!r}: expected a whole number.")
+    if not isinstance(engine, Mapping):
+        raise ValueError(f"{path}: engine_config is {engine!r}: expected a JSON object.")
+    seed = engine.get("seed", DEFAULT_SEED)
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63:
+        raise ValueError(
+            f"{path}: engine_config.seed is {seed!r}: expected a whole number from 0 to 2**63 - 1."
+        )
     return seed
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from magi2.checks import is_finite_number
 
 # Counted, not looked up, steps may be many; beyond these the float32 noise levels lie too close.
 MAX_STEPS = 1000
@@ -176,8 +177,7 @@ def _read(
         if key in names:
             values[names[key]] = value
         elif key in fixed:
-            # As JSON: there true is not 1.
-            if json.dumps(value) != json.dumps(fixed[key]):
+            if not _is_same(value, fixed[key]):
                 raise ValueError(
                     f"{section}.{key}={value!r}: only {fixed[key]!r}, the released value, is "
                     "supported."
@@ -192,6 +192,13 @@ def _read(
     return values
 
 
+def _is_same(value: object, fixed: object) -> bool:
+    """Equality as of JSON values: there 1.0 is 1, but true is not."""
+    if isinstance(value, list) and isinstance(fixed, list):
+        return len(value) == len(fixed) and all(map(_is_same, value, fixed))
+    return value == fixed and isinstance(value, bool) == isinstance(fixed, bool)
+
+
 def _check(
     settings: SamplingSettings,
     name: str,
@@ -203,6 +210,6 @@ def _check(
     value = getattr(settings, name)
     if value is None and any(name in values for values in _OPTIONS.values()):
         return
-    is_number = isinstance(value, kind or int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or not lowest <= value <= highest:
+    is_kind = is_finite_number(value) and (kind is None or isinstance(value, kind))
+    if not is_kind or not lowest <= value <= highest:
         raise ValueError(f"{name}={value!r}: expected {expected}.")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from magi2.checkpoint.shard_file import ShardFile
-from magi2.checks import parse_json
+from magi2.checks import is_finite_number, parse_json
 
 INDEX_NAME = "model.safetensors.index.json"
 _MAX_NAMES = 20
@@ -94,7 +93,7 @@ def _read_index(path: Path) -> tuple[dict[str, str], int | None]:
         document = parse_json(path.read_bytes())
         weight_map = dict(document["weight_map"].items())
         total_size = document.get("metadata", {}).get("total_size")
-        if total_size is not None and not math.isfinite(total_size):
+        if total_size is not None and not is_finite_number(total_size):
             raise ValueError(f"total_size is {total_size}")
     except OSError as error:
         raise ValueError(

@@ -79,6 +79,8 @@ def test_golden_checkpoint_configuration_loads(folder):
         (lambda a: a.update(intermediate_factor=-4), "dense MLP of width -768"),
         (lambda a: a.update(intermediate_factor="4"), "intermediate_factor='4'"),
         (lambda a: a.update(intermediate_factor=float("inf")), "intermediate_factor=inf"),
+        (lambda a: a.update(intermediate_factor=1e308), "dense MLP of width 0"),
+        (lambda a: a.update(intermediate_factor=10**400), "intermediate_factor=1000"),
         (lambda a: a.update(attn_softcap=None), "attention_softcap=None: expected a finite number"),
         (lambda a: a.update(attn_softcap="-1"), "attention_softcap='-1'"),
         (lambda a: a["mhc_config"].update(alpha_init=True), "alpha_init=True"),
@@ -115,6 +117,9 @@ def test_refuses_a_file_that_is_no_object(tmp_path):
     path = tmp_path / "config.json"
     path.write_text("[1]")
     with pytest.raises(ValueError, match="expected a JSON object"):
+        Magi2Config.from_file(path)
+    path.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"is not JSON: it is nested too deeply"):
         Magi2Config.from_file(path)
     path.write_text("{")
     with pytest.raises(ValueError, match="is not JSON"):

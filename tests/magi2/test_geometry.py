@@ -63,6 +63,8 @@ def test_halves_round_to_even():
         ({"seconds": -1}, "long enough"),
         ({"seconds": float("nan")}, "long enough"),
         ({"seconds": "10"}, "long enough"),
+        ({"seconds": 1e308}, "long enough"),
+        ({"seconds": 10**400}, "long enough"),
         ({"fps": 0}, "fps=0"),
         ({"fps": float("inf")}, "fps=inf"),
     ],

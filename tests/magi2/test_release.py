@@ -95,7 +95,8 @@ def test_what_is_missing_is_explained(checkpoint):
         ({"evaluation_config": {"shfit": 3}}, "shfit"),
         ({"evaluation_config": {"vae_stride": [4, 8, 8]}}, "vae_stride"),
         ({"engine_config": {"seed": "x"}}, "engine_config.seed is 'x'"),
-        ({"engine_config": 3}, "engine_config.seed is None"),
+        ({"engine_config": 3}, "engine_config is 3"),
+        ({"engine_config": {"seed": 2**63}}, "from 0 to 2"),
         ({"arch_config": {}}, "config.json"),
     ],
 )

@@ -129,6 +129,14 @@ def test_values_of_another_model_are_refused(section, key, value):
         SamplingSettings.from_dict(changed(section, **{key: value}))
 
 
+def test_whole_numbers_may_be_written_as_floats():
+    document = {
+        "evaluation_config": {"vae_stride": [8.0, 16, 16]},
+        "data_proxy_config": {"audio_latent_fps": 25.0},
+    }
+    assert SamplingSettings.from_dict(document) == SamplingSettings()
+
+
 def test_a_section_must_be_an_object():
     with pytest.raises(ValueError, match=r"evaluation_config is .*JSON object"):
         SamplingSettings.from_dict({"evaluation_config": [1]})
@@ -147,6 +155,7 @@ def test_a_section_must_be_an_object():
         ("shift", float("nan")),
         ("shift", "7"),
         ("video_guidance_scale", float("inf")),
+        ("video_guidance_scale", 10**400),
         ("audio_guidance_scale", None),
         ("use_negative_prompt", 1),
         ("use_images_without_prompt", "yes"),
