@@ -53,7 +53,8 @@ def read_text_file(path: Path, what: str) -> str:
         ValueError: If it cannot be read, is not UTF-8, or holds no text.
     """
     try:
-        text = path.read_bytes().decode("utf-8").strip()
+        # Some editors mark UTF-8 at its start: the mark is no part of the text.
+        text = path.read_bytes().decode("utf-8-sig").strip()
     except OSError as error:
         raise ValueError(f"{what} {path} cannot be read: {error.strerror}.") from error
     except UnicodeDecodeError as error:
@@ -158,8 +159,14 @@ def _load_counter(folder: Path) -> TextEncoder:
     transformers = require("transformers", "encoding prompts")
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{folder} has no tokenizer that can be loaded: {error}") from error
+    except Exception as error:  # A damaged folder makes the library raise errors of any class.
+        raise ValueError(
+            f"{folder} has no tokenizer that can be loaded: {error or type(error).__name__}"
+        ) from error
+    if not tokenizer.is_fast:
+        raise ValueError(
+            f"{folder} has a tokenizer without tokenizer.json: expected the files of Qwen3.5-27B."
+        )
     isolate_cjk(tokenizer.backend_tokenizer)
     return TextEncoder(None, tokenizer)
 
@@ -168,8 +175,10 @@ def check_num_tokens(name: str, count: int) -> None:
     """Refuse a text that the model was not made for.
 
     Raises:
-        ValueError: If it has more than 7000 tokens.
+        ValueError: If it has none, or more than 7000 tokens.
     """
+    if not count:
+        raise ValueError(f"the {name} has no tokens: expected text in some part that is used.")
     if count > MAX_TOKENS:
         raise ValueError(
             f"the {name} has {count} tokens: expected at most {MAX_TOKENS}. Shorten it."
@@ -184,7 +193,8 @@ def _read_features(
     for name, features in (("prompt", prompt), ("negative prompt", negative)):
         if features is None:
             continue
-        check_num_tokens(f"{name} of {path}", features.num_tokens)
+        if features.num_tokens:  # A negative prompt may have none.
+            check_num_tokens(f"{name} of {path}", features.num_tokens)
         if features.num_channels != release.config.text_channels:
             raise ValueError(
                 f"{path} has {features.num_channels} channels in the features of the {name}: "

@@ -138,7 +138,7 @@ def oobleck_weights(weights: Mapping[str, Any], source: Path) -> dict[str, torch
         weights = weights["state_dict"]
     renamed = {}
     for name, tensor in weights.items():
-        bare = name.removeprefix(_PREFIX)
+        bare = str(name).removeprefix(_PREFIX)
         if bare.startswith("decoder.") and isinstance(tensor, torch.Tensor):
             new = oobleck_name(bare)
             # Snake's parameters: a vector there, (1, channels, 1) here.

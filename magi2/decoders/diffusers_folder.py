@@ -42,7 +42,7 @@ def load_diffusers_folder(
             low_cpu_mem_usage=False,
             output_loading_info=True,
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    except Exception as error:  # A damaged folder makes the library raise errors of any class.
         raise ValueError(f"{folder} cannot be loaded as {name}: {error}") from error
     faults = []
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):

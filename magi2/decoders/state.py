@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,28 +28,35 @@ def read_weights(path: Path) -> dict[str, Any]:
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}.") from error
-    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError) as error:
+    except Exception as error:  # A damaged pickle makes torch raise errors of any class.
         raise ValueError(
-            f"{path} is no file of weights that is safe to load: {str(error).splitlines()[0]} "
-            "Expected a .safetensors file, or a torch.save of tensors and plain values; convert "
-            "it where you trust its origin."
+            f"{path} is damaged, or no file of weights that is safe to load: expected a "
+            ".safetensors file, or a torch.save of tensors and plain values. Fetch it again, or "
+            "convert it where you trust its origin."
         ) from error
-    if not isinstance(loaded, dict):
+    if not isinstance(loaded, dict) or not all(isinstance(name, str) for name in loaded):
+        kinds = {type(name).__name__ for name in loaded} if isinstance(loaded, dict) else ()
+        names = f" with names of type {', '.join(sorted(kinds))}" if kinds else ""
         raise ValueError(
-            f"{path} holds an object of type {type(loaded).__name__}: expected a dict of tensors."
+            f"{path} holds an object of type {type(loaded).__name__}{names}: expected a dict of "
+            "tensors by name."
         )
     return loaded
 
 
 def load_strictly(
-    model: nn.Module, weights: Mapping[str, torch.Tensor], source: Path, dtype: torch.dtype
+    model: nn.Module, weights: Mapping[str, Any], source: Path, dtype: torch.dtype
 ) -> None:
     """Put weights into a model on "meta", in one dtype; the model then is on the CPU.
 
     Raises:
-        ValueError: If weights are missing, unexpected or of another shape; all kinds are named.
+        ValueError: If weights are missing, unexpected, no tensors or of another shape; all kinds
+            are named.
     """
     expected = model.state_dict()
+    others = [str(n) for n, value in weights.items() if not isinstance(value, torch.Tensor)]
+    if others:
+        raise ValueError(f"{source} does not fit the model; {_listed('no tensors', others)[0]}.")
     faults = _listed("missing", [name for name in expected if name not in weights])
     faults += _listed("unexpected", [name for name in weights if name not in expected])
     faults += _listed(

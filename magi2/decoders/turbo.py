@@ -182,7 +182,7 @@ def _decoder_weights(path: Path) -> dict[str, torch.Tensor]:
             break
     weights = {}
     for name, tensor in loaded.items():
-        bare = name.removeprefix("module.")
+        bare = str(name).removeprefix("module.")
         if bare.startswith(_PREFIX) and isinstance(tensor, torch.Tensor):
             weights[bare.removeprefix(_PREFIX)] = tensor
     if not weights:

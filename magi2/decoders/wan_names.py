@@ -53,7 +53,7 @@ def diffusers_names(weights: Mapping[str, Any], source: Path) -> dict[str, torch
             f"{source} is the VAE of Wan2.1, with another latent space: expected that of "
             "Wan2.2-TI2V-5B (Wan2.2_VAE.pth)."
         )
-    return {diffusers_name(name): tensor for name, tensor in weights.items()}
+    return {diffusers_name(str(name)): tensor for name, tensor in weights.items()}
 
 
 def diffusers_name(name: str) -> str:

@@ -14,6 +14,8 @@ from magi2.extras import require
 
 # Of the sides in pixels: the latent grid then has even sides.
 _MULTIPLE = 32
+# Modes of Pillow whose values "RGB" would clip: integers of 16 or 32 bits, and floats.
+_WIDE_MODES = ("I", "F")
 _WHITE = (255, 255, 255)
 
 
@@ -33,11 +35,16 @@ def load_reference_image(path: str | Path, height: int, width: int) -> torch.Ten
         (3, h, w) float32 in [-1, 1].
 
     Raises:
-        ValueError: If the file cannot be read as an image, or is so narrow that a side would be
-            under 32 pixels.
+        ValueError: If the file cannot be read as an image, holds values of more than 8 bits, or is
+            so narrow, or the clip so small, that a side would be under 32 pixels.
         ModuleNotFoundError: If Pillow or diffusers is not installed.
     """
     image = _open(Path(path))
+    if max(height, width) < _MULTIPLE:
+        raise ValueError(
+            f"a clip of {width} x {height} pixels takes no reference image: expected a side of "
+            f"{_MULTIPLE} pixels or more. Use a larger clip."
+        )
     target_width, target_height = target_size(image.width, image.height, max(height, width))
     if min(target_width, target_height) < _MULTIPLE:
         raise ValueError(
@@ -99,6 +106,11 @@ def _open(path: Path) -> Any:
     image_module = require("PIL.Image", "reading images", "pillow")
     try:
         with image_module.open(path) as image:
+            if image.mode.startswith(_WIDE_MODES):
+                raise ValueError(
+                    f"it holds values of more than 8 bits ({image.mode}), which would be cut off. "
+                    "Save it with 8 bits a channel."
+                )
             return image.convert("RGB")
     except (OSError, SyntaxError, ValueError, image_module.DecompressionBombError) as error:
         raise ValueError(f"{path} cannot be read as an image: {error}") from error

@@ -10,6 +10,7 @@ from magi2.encoders.structured_prompt import render
 
 FIGURE_SENTENCE = "The first frame refers to <Figure 1>"
 _REFERENCES = "reference_layer"
+_TOO_DEEP = "The prompt's JSON is nested too deeply: expected layers of some levels at most."
 
 
 def normalise_prompt(text: str) -> str:
@@ -19,11 +20,15 @@ def normalise_prompt(text: str) -> str:
         text: A prompt; structured if it is a JSON object with the key `global_layer`.
 
     Raises:
-        ValueError: If it is structured, and a part that is rendered is not of the kind expected.
+        ValueError: If it is structured, and a part that is rendered is not of the kind expected or
+            it is nested too deeply.
     """
     document = _parse(text)
     if isinstance(document, dict) and "global_layer" in document:
-        return render(document)
+        try:
+            return render(document)
+        except RecursionError as error:
+            raise ValueError(_TOO_DEEP) from error
     return text
 
 
@@ -31,10 +36,16 @@ def add_figure_sentence(text: str) -> str:
     """Say that the first frame refers to the reference image; before `normalise_prompt`.
 
     The sentence names figure 1, however many images there are.
+
+    Raises:
+        ValueError: If it is a JSON object that is nested too deeply.
     """
     document = _parse(text)
     if isinstance(document, dict):
-        return json.dumps({**document, _REFERENCES: [FIGURE_SENTENCE]}, ensure_ascii=False)
+        try:
+            return json.dumps({**document, _REFERENCES: [FIGURE_SENTENCE]}, ensure_ascii=False)
+        except RecursionError as error:
+            raise ValueError(_TOO_DEEP) from error
     # No separator: one would change the tokens.
     return f"{text}{_REFERENCES}:{FIGURE_SENTENCE}"
 

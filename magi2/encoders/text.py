@@ -144,7 +144,7 @@ def load_text_encoder(
     try:
         config = transformers.Qwen3_5TextConfig.from_pretrained(folder, local_files_only=True)
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # A damaged folder makes the library raise errors of any class.
         raise ValueError(f"{folder} cannot be loaded as Qwen3.5: {error}") from error
     _shorten(config, folder)
     if not tokenizer.is_fast:
@@ -180,7 +180,7 @@ def _load_model(transformers: Any, folder: Path, config: Any, dtype: torch.dtype
         model, info = transformers.Qwen3_5TextModel.from_pretrained(
             folder, config=config, dtype=dtype, local_files_only=True, output_loading_info=True
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    except Exception as error:  # As above.
         raise ValueError(f"{folder} cannot be loaded as Qwen3.5: {error}") from error
     finally:
         logging.set_verbosity(verbosity)
@@ -197,4 +197,13 @@ def _load_model(transformers: Any, folder: Path, config: Any, dtype: torch.dtype
 def _final_text(prompt: str, num_images: int) -> str:
     if num_images < 0:
         raise ValueError(f"num_images={num_images}: expected 0 or more.")
-    return normalise_prompt(add_figure_sentence(prompt) if num_images else prompt)
+    text = normalise_prompt(add_figure_sentence(prompt) if num_images else prompt)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        # Half a pair of UTF-16, or a byte of the command line that was no UTF-8.
+        raise ValueError(
+            f"The prompt holds {text[error.start]!r} at character {error.start}, which is no "
+            "character: expected Unicode text. Correct it, or give it as a file saved as UTF-8."
+        ) from error
+    return text

@@ -265,8 +265,15 @@ def test_faulty_checkpoints_are_refused(tmp_path, capsys):
     with pytest.raises(ValueError, match="safe to load"):
         load_turbo_decoder(path, config=TINY)
     assert "ran" not in capsys.readouterr().out
-    path.write_bytes(b"no checkpoint")
-    with pytest.raises(ValueError, match="safe to load"):
+    for content in (b"no checkpoint", b"", b"PK\x03\x04", b"\x80\x02}q\x00."):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match="safe to load"):
+            load_turbo_decoder(path, config=TINY)
+    torch.save({1: torch.ones(1)}, path)
+    with pytest.raises(ValueError, match="of type dict with names of type int"):
+        load_turbo_decoder(path, config=TINY)
+    torch.save({"state_dict": {1: torch.ones(1)}}, path)
+    with pytest.raises(ValueError, match="no tensor under"):
         load_turbo_decoder(path, config=TINY)
     with pytest.raises(ValueError, match="cannot be read"):
         load_turbo_decoder(tmp_path / "absent.pth", config=TINY)

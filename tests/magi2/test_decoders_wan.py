@@ -120,8 +120,11 @@ def test_faulty_folders_are_refused(tmp_path, folder):
     with pytest.raises(ValueError, match=r"missing keys: quant_conv\.bias"):
         load_video_vae(tmp_path)
     (tmp_path / name).unlink()
-    with pytest.raises(ValueError, match="cannot be loaded as AutoencoderKLWan"):
-        load_video_vae(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**config, "base_dim": "x"}))
+    for _ in ("of another kind", "missing"):
+        with pytest.raises(ValueError, match="cannot be loaded as AutoencoderKLWan"):
+            load_video_vae(tmp_path)
+        (tmp_path / "config.json").write_text(json.dumps(config))
 
 
 def test_statistics_come_from_the_config(vae):

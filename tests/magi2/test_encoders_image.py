@@ -74,6 +74,16 @@ def test_other_modes_become_rgb(tmp_path, mode):
     torch.testing.assert_close(pixels, as_tensor(image.convert("RGB")), rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "name"), [("uint16", "x.png"), ("int32", "x.tiff"), ("float32", "x.tiff")]
+)
+def test_values_of_more_than_8_bits_are_refused_not_clipped(tmp_path, dtype, name):
+    values = np.arange(64 * 64, dtype=dtype).reshape(64, 64)
+    image_module.fromarray(values).save(tmp_path / name)
+    with pytest.raises(ValueError, match=r"more than 8 bits .* Save it with 8 bits"):
+        load_reference_image(tmp_path / name, 64, 64)
+
+
 def test_unusable_images_are_refused(tmp_path):
     (tmp_path / "text.png").write_text("no image")
     for name in ("text.png", "absent.png"):
@@ -82,6 +92,8 @@ def test_unusable_images_are_refused(tmp_path):
     save_image(tmp_path / "narrow.png", 500, 20)
     with pytest.raises(ValueError, match="500 x 20: at a long side of 448"):
         load_reference_image(tmp_path / "narrow.png", 256, 448)
+    with pytest.raises(ValueError, match=r"a clip of 16 x 16 pixels .* Use a larger clip"):
+        load_reference_image(tmp_path / "narrow.png", 16, 16)
 
 
 def test_latent_is_the_normalised_mean_of_rounded_pixels():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 
 import pytest
 
@@ -178,6 +179,21 @@ def test_parts_of_another_kind_are_refused(document, message):
     else:
         with pytest.raises(ValueError, match=message):
             normalise_prompt(text)
+
+
+def test_prompts_that_are_nested_too_deeply_are_refused():
+    refusals = []
+    # What the parser cannot take is plain text. What it can, the renderer may not.
+    for depth in range(0, 2 * sys.getrecursionlimit(), 50):
+        text = '{"global_layer": {"context": ' + "[" * depth + "1" + "]" * depth + "}}"
+        for change in (normalise_prompt, add_figure_sentence):
+            try:
+                change(text)
+            except ValueError as error:
+                refusals.append(str(error))
+    assert all("nested too deeply" in refusal for refusal in refusals)
+    if sys.version_info < (3, 12):  # later ones have limits of their own for C
+        assert refusals
 
 
 def test_figure_sentence_is_appended_without_separator():

@@ -162,3 +162,6 @@ def test_missing_weights_are_refused(tmp_path, folder, tower):
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"missing keys: layers\.1\.mlp\.up_proj\.weight"):
         load_text_encoder(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(ValueError, match=r"cannot be loaded as Qwen3\.5"):
+        load_text_encoder(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 
 import pytest
@@ -107,6 +108,47 @@ def test_text_files_that_hold_no_text_are_refused(tmp_path):
         read_text_file(tmp_path, "the prompt file")
     path.write_text("日本\n", encoding="utf-8")
     assert read_text_file(path, "the prompt file") == "日本"
+
+
+def test_a_mark_of_utf_8_is_no_part_of_a_text(tmp_path):
+    path = tmp_path / "prompt.txt"
+    path.write_bytes(b'\xef\xbb\xbf{"global_layer": {}}\r\n')
+    assert read_text_file(path, "the prompt file") == '{"global_layer": {}}'
+    path.write_bytes(b"\xef\xbb\xbf")
+    with pytest.raises(ValueError, match="is empty"):
+        read_text_file(path, "the prompt file")
+
+
+@pytest.mark.usefixtures("no_weights")
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ('{"global_layer": {"context": null}}', "the prompt has no tokens"),
+        ('{"global_layer": {"context": "a \\ud800"}}', "'\\ud800' at character 11, which is no"),
+        (os.fsdecode(b"caf\xe9"), "'\\udce9' at character 3, which is no character"),
+    ],
+)
+def test_prompts_without_text_are_refused(checkpoint, encoder, tmp_path, prompt, words):
+    parts = {"text_encoder": encoder}
+    settings = {"use_negative_prompt": False}
+    message = refused(checkpoint, tmp_path / "out", parts, prompt=prompt, settings=settings)
+    assert words in message
+
+
+@pytest.mark.usefixtures("no_weights")
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json"])
+def test_a_damaged_tokenizer_is_named(checkpoint, encoder, tmp_path, name):
+    damaged = tmp_path / "damaged"
+    shutil.copytree(encoder, damaged)
+    (damaged / name).write_text("[]")
+    message = refused(
+        checkpoint,
+        tmp_path / "out",
+        {"text_encoder": damaged},
+        prompt="a cat",
+        settings={"use_negative_prompt": False},
+    )
+    assert f"{damaged} has no tokenizer that can be loaded: " in message
 
 
 @pytest.mark.usefixtures("no_weights")
