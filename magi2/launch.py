@@ -305,8 +305,9 @@ def _failure(error: BaseException, rank: int, world_size: int) -> RankFailedErro
 
 
 def _is_fault(error: BaseException) -> bool:
-    known = (ValueError, OSError, KeyboardInterrupt, ModuleNotFoundError)
-    return not isinstance(error, known) and not _is_lost_peer(error)
+    # RuntimeError and MemoryError: of the machine and its libraries, with a text of their own.
+    known = (ValueError, OSError, RuntimeError, MemoryError, KeyboardInterrupt, ModuleNotFoundError)
+    return not isinstance(error, known)
 
 
 def _is_lost_peer(error: BaseException) -> bool:

@@ -42,10 +42,11 @@ def cli(
 
 
 def add_command(name: str, function: Callable[..., None]) -> None:
-    """Register a command, whose ValueError and OSError end the program with their text alone.
+    """Register a command, whose foreseeable errors end the program with their text alone.
 
-    Such errors say what was given and how to fix it, as does a missing package. Anything else is a
-    fault of this package and keeps its traceback.
+    ValueError and OSError say what was given and how to fix it, as does a missing package.
+    RuntimeError and MemoryError come from the machine and its libraries too: their text is shown,
+    and how to see more. Anything else is a fault of this package and keeps its traceback.
     """
 
     @functools.wraps(function)
@@ -60,14 +61,17 @@ def add_command(name: str, function: Callable[..., None]) -> None:
         except KeyboardInterrupt as error:
             typer.echo(f"magi2 {name}: interrupted", err=True)
             raise typer.Exit(_INTERRUPTED) from error
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             from magi2.launch import RankFailedError, RanksNotStartedError
 
             if isinstance(error, RankFailedError):
                 _end_process(name, error)
-            if not isinstance(error, RanksNotStartedError) or _shows_tracebacks.get():
+            if _shows_tracebacks.get():
                 raise
-            typer.echo(f"magi2 {name}: {error}", err=True)
+            text = _with_rank(error) or type(error).__name__
+            if not isinstance(error, RanksNotStartedError):
+                text += f"\n`magi2 --traceback {name} ...` shows where this was raised."
+            typer.echo(f"magi2 {name}: {text}", err=True)
             raise typer.Exit(1) from error
 
     app.command(name)(command)

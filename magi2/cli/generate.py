@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from magi2.launch import ParallelSizes
     from magi2.pipeline import GenerateResult
 
+_MAX_TIMEOUT = 30 * 24 * 3600
+_MAX_THREADS = 4096
+
 
 def generate(
     checkpoint: options.Checkpoint,
@@ -145,11 +148,13 @@ def _run(
     from magi2 import pipeline
     from magi2.cli.progress import ConsoleProgress
 
-    if timeout <= 0:
-        raise ValueError(f"--timeout {timeout:g}: expected a positive number of seconds.")
+    if not 0 < timeout <= _MAX_TIMEOUT:
+        raise ValueError(
+            f"--timeout {timeout:g}: expected a positive number of seconds, at most {_MAX_TIMEOUT}."
+        )
     if threads is not None:
-        if threads < 1:
-            raise ValueError(f"--threads {threads}: expected a positive number.")
+        if not 1 <= threads <= _MAX_THREADS:
+            raise ValueError(f"--threads {threads}: expected a number from 1 to {_MAX_THREADS}.")
         torch.set_num_threads(threads)
     progress = ConsoleProgress()
     try:

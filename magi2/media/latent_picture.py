@@ -49,8 +49,10 @@ def enlarge(frames: torch.Tensor, width: int) -> torch.Tensor:
         width: Pixels.
 
     Returns:
-        (frames, rows * n, columns * n, 3) for the smallest even n that reaches the width.
+        (frames, rows * n, columns * n, 3) for the smallest even n that reaches the width, or a
+        smaller one where the frame would be more than twice as high as that.
     """
-    factor = max(2, -(-width // frames.shape[2]))
+    rows, columns = frames.shape[1:3]
+    factor = max(2, min(-(-width // columns), 2 * width // rows))
     factor += factor % 2
     return frames.repeat_interleave(factor, dim=1).repeat_interleave(factor, dim=2)

@@ -43,12 +43,31 @@ def write_video(
         ValueError: If the frames or samples are not of these shapes and dtypes, or a rate is not
             positive.
         OSError: If the file cannot be written; what was there stays.
+        RuntimeError: If FFmpeg refuses them, as for sides of more pixels than H.264 has.
         ModuleNotFoundError: If PyAV is not installed.
     """
     _check_frames(frames, fps)
     if audio is not None:
         check_audio(audio, sample_rate)
     av = require("av", "writing MP4 files")
+    try:
+        data = _encode(av, frames, fps, audio, sample_rate)
+    except av.error.FFmpegError as error:
+        raise RuntimeError(
+            f"FFmpeg cannot make {path} of frames that are {describe(frames)}, {float(fps):g} a "
+            f"second: {error}. H.264 takes up to 16384 pixels a side."
+        ) from error
+    write_atomically(Path(path), data)
+
+
+def _encode(
+    av: Any,
+    frames: torch.Tensor,
+    fps: float | Fraction,
+    audio: torch.Tensor | None,
+    sample_rate: int,
+) -> bytes:
+    """The bytes of the file."""
     buffer = io.BytesIO()
     with av.open(buffer, mode="w", format="mp4") as container:
         video_stream = _add_video(av, container, frames, fps)
@@ -60,7 +79,7 @@ def write_video(
         container.mux(video_stream.encode())
         if audio is not None:
             encode_audio(av, container, audio_stream, audio)
-    write_atomically(Path(path), buffer.getvalue())
+    return buffer.getvalue()
 
 
 def encode_audio(av: Any, container: Any, stream: Any, audio: torch.Tensor) -> None:

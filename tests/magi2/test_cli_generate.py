@@ -89,7 +89,10 @@ def test_the_first_run_of_the_documents_leaves_what_they_say(tmp_path, monkeypat
         (["--prompt-file", "/nowhere/prompt.txt"], "/nowhere/prompt.txt cannot be read"),
         (["--compile", "--compile-dynamic"], "contradict each other"),
         (["--threads", "0"], "--threads 0"),
+        (["--threads", "1000000000000"], "--threads 1000000000000"),
         (["--timeout", "0"], "--timeout 0"),
+        (["--timeout", "nan"], "--timeout nan"),
+        (["--timeout", "inf"], "--timeout inf"),
         (["--turbo-decoder", "/nowhere"], "--turbo-decoder /nowhere: there is no such"),
         (["--prompt", "a cat"], "--text-encoder"),
         (["--route-sum", "x"], "route_sum='x'"),
@@ -110,6 +113,23 @@ def test_the_traceback_of_an_error_may_be_asked_for(tmp_path):
     assert "is no folder" in invoke("generate", tmp_path / "gone").stderr
     done = invoke("--traceback", "generate", tmp_path / "gone")
     assert isinstance(done.exception, ValueError)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("of a library"), MemoryError("no room")])
+def test_errors_of_the_machine_and_its_libraries_are_told_in_text(
+    checkpoint, tmp_path, monkeypatch, error
+):
+    def fail(*args):
+        raise error
+
+    monkeypatch.setattr("magi2.pipeline.load_checkpoint", fail)
+    done = invoke(*command(checkpoint, tmp_path / "out"))
+    assert done.exit_code == 1
+    told = done.stderr.splitlines()[-2:]
+    assert told[0] == f"magi2 generate: {error}"
+    assert told[1] == "`magi2 --traceback generate ...` shows where this was raised."
+    done = invoke("--traceback", *command(checkpoint, tmp_path / "out"))
+    assert done.exception is error
 
 
 def test_a_simulated_rank_that_fails_is_named(checkpoint, tmp_path, monkeypatch):

@@ -172,6 +172,18 @@ def test_enlarged_pixels_stay_squares():
     assert torch.equal(large[:, 3::4, 3::4], frames)
 
 
+def test_a_clip_of_one_column_is_not_made_too_high_for_a_video(tmp_path):
+    assert enlarge(torch.zeros(1, 200, 1, 3, dtype=torch.uint8), 448).shape == (1, 800, 4, 3)
+    written = write_preview(tmp_path, torch.randn(4, 2, 200, 1), torch.randn(3, 4))
+    assert all(path.stat().st_size for path in written)
+
+
+def test_what_ffmpeg_refuses_is_said(tmp_path):
+    with pytest.raises(RuntimeError, match=r"FFmpeg cannot make .* up to 16384 pixels a side"):
+        write_video(tmp_path / "x.mp4", torch.zeros(1, 2, 40000, 3, dtype=torch.uint8), 12.5)
+    assert not list(tmp_path.iterdir())
+
+
 def test_preview_shows_every_latent_frame_under_its_label(tmp_path):
     latent, _ = scene(frames=7, rows=6, columns=10)
     sheet, video, plot = write_preview(tmp_path / "new", latent, torch.randn(50, 64))
