@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import torch
 
@@ -19,42 +20,56 @@ from magi2.settings import SamplingSettings
 _SAME_BITS = ("qkv_head_shards", "output_head_shards")
 
 
-def fingerprint_of(
+def common_facts(
     request: GenerateRequest,
     release: Release,
     settings: SamplingSettings,
     geometry: Geometry,
     seed: int,
-    inputs: Inputs,
-    ranks: Ranks,
 ) -> dict[str, str]:
-    """What has to be equal for a run to go on with the same bits, but for its conditioning.
+    """What has to be equal on all ranks of a run.
 
-    What started the ranks is no part of it, nor are the layouts that give the same bits.
+    The layouts that give the same bits are no part of it.
     """
-    topology = ranks.topology
     facts: dict[str, object] = {
         "checkpoint": release.sha256(),
-        "texts": inputs.texts_sha256(),
         "seed": seed,
-        "world_size": ranks.world_size,
-        "ulysses_degree": topology.sequence_size,
-        "cfg_parallel_size": topology.cfg_size,
-        "expert_parallel_size": topology.expert_size,
         "pad_to_multiple_of": request.pad_to_multiple_of,
         "compile": request.compile,
         "deterministic": request.deterministic,
-        "device": _device_name(ranks.device),
         "torch": torch.__version__,
     }
-    if ranks.device.type == "cpu":
-        # How many threads share a sum decides how it is rounded.
-        facts["threads"] = torch.get_num_threads()
     for name, value in dataclasses.asdict(request.options).items():
         if name not in _SAME_BITS:
             facts[name] = value
     facts.update(dataclasses.asdict(settings))
     facts.update(dataclasses.asdict(geometry))
+    return {name: str(value) for name, value in facts.items()}
+
+
+def fingerprint_of(common: Mapping[str, str], inputs: Inputs, ranks: Ranks) -> dict[str, str]:
+    """What has to be equal for a run to go on with the same bits, but for its conditioning.
+
+    What started the ranks is no part of it.
+
+    Args:
+        common: What `common_facts` returned.
+        inputs: Of the first rank.
+        ranks: All of them.
+    """
+    topology = ranks.topology
+    facts: dict[str, object] = {
+        **common,
+        "texts": inputs.texts_sha256(),
+        "world_size": ranks.world_size,
+        "ulysses_degree": topology.sequence_size,
+        "cfg_parallel_size": topology.cfg_size,
+        "expert_parallel_size": topology.expert_size,
+        "device": _device_name(ranks.device),
+    }
+    if ranks.device.type == "cpu":
+        # How many threads share a sum decides how it is rounded.
+        facts["threads"] = torch.get_num_threads()
     return {name: str(value) for name, value in facts.items()}
 
 

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from magi2.rank_agreement import check_alike
 from magi2.topology import Topology
 from ulysses_comm import hardware
 from ulysses_comm.bootstrap import init_distributed
@@ -264,6 +265,10 @@ def _run_real(
 def _with_topology(
     started: Ranks, sizes: ParallelSizes, num_expert_heads: int | Callable[[], int] | None
 ) -> Ranks:
+    if started.launcher != "simulated":
+        # Ranks that made other groups than the rest would wait for them.
+        facts = {f"{name} parallel size": str(v) for name, v in dataclasses.asdict(sizes).items()}
+        check_alike(facts, started.world_size)
     ulysses = sizes.ulysses_of(started.world_size)
     if callable(num_expert_heads):
         num_expert_heads = num_expert_heads()

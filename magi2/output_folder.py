@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,25 +40,35 @@ class OutputFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._descriptor: int | None = None
 
     @property
     def state(self) -> Path:
         """The state of an unfinished run."""
         return self.path / STATE_NAME
 
-    def prepare(self, *, resume: bool, overwrite: bool, num_bytes: int) -> bool:
+    def prepare(
+        self,
+        *,
+        resume: bool,
+        overwrite: bool,
+        num_bytes: int,
+        keep: Collection[Path] = (),
+    ) -> bool:
         """Make the folder, and see to it that a run may write there.
 
         Args:
             resume: Whether a run that is there is to go on.
             overwrite: Whether one that is there may be discarded; its files are removed.
             num_bytes: Room that the run will need.
+            keep: Files that are not removed, wherever they lie: the run is made from them.
 
         Returns:
             Whether there is a state to go on with.
 
         Raises:
-            ValueError: If a run is there and neither was asked for, or there is no room.
+            ValueError: If a run is there and neither was asked for, another one is writing there
+                now, or there is no room.
             OSError: If the folder cannot be written to.
         """
         try:
@@ -67,11 +78,18 @@ class OutputFolder:
                 f"the output folder {self.path} cannot be made: {error.strerror}. Choose another "
                 "with --output."
             ) from error
+        self._lock()
         self._check_runs(resume=resume, overwrite=overwrite)
         self._check_room(num_bytes)
         if overwrite:
-            self._clear()
+            self._clear(keep)
         return resume and self.state.exists()
+
+    def close(self) -> None:
+        """Let other runs in again."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
     def write_latents(
         self, video: torch.Tensor, audio: torch.Tensor, facts: Mapping[str, str]
@@ -128,9 +146,33 @@ class OutputFolder:
                 "elsewhere with --output."
             )
 
-    def _clear(self) -> None:
+    def _clear(self, keep: Collection[Path]) -> None:
+        kept = [path for path in keep if path.exists()]
         for name in (RECORD_NAME, STATE_NAME, *_RESULTS):
-            (self.path / name).unlink(missing_ok=True)
+            path = self.path / name
+            if not (path.exists() and any(path.samefile(other) for other in kept)):
+                path.unlink(missing_ok=True)
+
+    def _lock(self) -> None:
+        """Keep other runs out until `close`, or until this process ends in whatever way."""
+        try:
+            import fcntl
+        except ModuleNotFoundError:  # Windows has no such locks.
+            return
+        self.close()
+        descriptor = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise ValueError(
+                f"another run is writing to {self.path}: wait for its end, or choose another "
+                "folder with --output."
+            ) from None
+        except OSError:  # Some file systems of networks have none: then it has to do without.
+            os.close(descriptor)
+            return
+        self._descriptor = descriptor
 
 
 def bytes_needed(

@@ -7,6 +7,7 @@ The first rank reads, encodes, decodes and writes; every rank samples. Docs: doc
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import time
@@ -17,24 +18,32 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import torch
-import torch.distributed as dist
 
 from magi2.checkpoint import load_checkpoint
+from magi2.checks import describe
 from magi2.conditioning import Conditioning
 from magi2.decoding import Decoders, load_decoders
 from magi2.denoiser import Denoiser
 from magi2.determinism import deterministic_mode
-from magi2.fingerprint import conditioning_sha256, fingerprint_of
+from magi2.fingerprint import common_facts, conditioning_sha256, fingerprint_of
 from magi2.generate_request import GenerateRequest
 from magi2.geometry import Geometry
-from magi2.hashes import raw_sha256
 from magi2.inputs import Inputs, encode_inputs, read_inputs
 from magi2.launch import DEFAULT_TIMEOUT, ParallelSizes, Ranks, run_on_ranks
 from magi2.output_folder import FEATURES_NAME, OutputFolder, bytes_needed
+from magi2.rank_agreement import check_alike, check_latents
 from magi2.release import Release, open_release
-from magi2.results import write_results
+from magi2.results import require_packages, write_results
 from magi2.run_state import StoredState, check_same_run, load_state, save_state
-from magi2.sampler import SamplerState, draw_noise, sample, state_from_tensors, state_to_tensors
+from magi2.sampler import (
+    SamplerState,
+    check_state,
+    draw_noise,
+    sample,
+    state_from_tensors,
+    state_to_tensors,
+)
+from magi2.schedule import make_solver
 from magi2.settings import SamplingSettings
 from magi2.transformer import Magi2Transformer
 from ulysses_comm import hardware
@@ -119,7 +128,7 @@ def generate(
         RankFailedError: On several processes, whatever ended the run.
     """
     run = _Run(Path(folder), request, parts or {}, sizes or ParallelSizes(), progress or Silence())
-    with deterministic_mode(request.deterministic):
+    with deterministic_mode(request.deterministic), contextlib.closing(run.output):
         return run_on_ranks(
             run.on_rank,
             run.sizes,
@@ -182,6 +191,10 @@ class _Run:
     def on_rank(self, ranks: Ranks) -> GenerateResult:
         """The whole run, on one rank."""
         settings, geometry = self.settings, self.geometry
+        if ranks.launcher != "simulated":
+            check_alike(self._common_facts(), ranks.world_size)
+        # Of no use yet: to find out at once whether there is one.
+        make_solver(settings)
         # Shapes alone, first of all: it knows which numbers of ranks it can run on.
         model = Magi2Transformer(
             self.release.config, self.request.options, ranks.topology, device="meta"
@@ -208,7 +221,7 @@ class _Run:
         del denoiser, model
         _free_memory(ranks.device)
         video, audio = state.video[0].cpu(), state.audio[0].cpu()
-        _check_agreement(ranks, video, audio)
+        check_latents(video, audio, ranks.world_size)
         self._phase(ranks, "decoding and writing")
         results = ranks.on_first(
             lambda: write_results(
@@ -237,25 +250,35 @@ class _Run:
         if ranks.is_first:
             self.progress.phase(text)
 
+    def _common_facts(self) -> dict[str, str]:
+        return common_facts(self.request, self.release, self.settings, self.geometry, self.seed)
+
     def _check(self, ranks: Ranks) -> None:
         """Everything that can be known before weights are read."""
         release, geometry, request = self.release, self.geometry, self.request
+        if any(self.output.path.resolve() == folder.resolve() for folder in release.searched):
+            raise ValueError(
+                f"the output folder {self.output.path} is the checkpoint's: expected another, for "
+                "results there would be taken for parts of it. Choose one with --output."
+            )
         self._inputs = read_inputs(request, release, self.settings, geometry)
         decodes = not {"turbo_decoder", "video_vae"}.isdisjoint(release.parts)
+        require_packages(decodes_video=decodes, decodes_audio="audio_vae" in release.parts)
         config = release.config
         # Last, for it may discard a run: not because of a request that is refused anyway.
         resumes = self.output.prepare(
             resume=request.resume,
             overwrite=request.overwrite,
+            keep=(*release.parts.values(), *request.images),
             num_bytes=bytes_needed(
                 geometry, config.video_channels, config.audio_channels, decodes_video=decodes
             ),
         )
-        self._fingerprint = fingerprint_of(
-            request, release, self.settings, geometry, self.seed, self._inputs, ranks
-        )
+        self._fingerprint = fingerprint_of(self._common_facts(), self._inputs, ranks)
         self._stored = load_state(self.output.state) if resumes else None
         self._check_stored(but_for=("conditioning",))
+        if self._stored is not None:
+            self._check_state(self._stored)
 
     def _check_stored(self, but_for: tuple[str, ...] = ()) -> None:
         """Refuse a state of another run."""
@@ -263,6 +286,23 @@ class _Run:
             known = {n: v for n, v in self._stored.fingerprint.items() if n not in but_for}
             step = self._stored.metadata.get("step", "?")
             check_same_run(self.output.state, known, self._fingerprint, step)
+
+    def _check_state(self, stored: StoredState) -> None:
+        """Refuse a state that says it is of this run and cannot be."""
+        config, geometry = self.release.config, self.geometry
+        video = geometry.video_shape(config.video_channels)
+        audio = geometry.audio_shape(config.audio_channels)
+        try:
+            check_state(state_from_tensors(stored.tensors, stored.metadata), self.settings)
+            for name, shape in (("video", video), ("audio", audio)):
+                if stored.tensors[name].shape != shape:
+                    raise ValueError(
+                        f"the {name} latent is {describe(stored.tensors[name])}: expected {shape}."
+                    )
+        except ValueError as error:
+            raise ValueError(
+                f"{self.output.state} cannot be gone on with: {error} Discard it with --overwrite."
+            ) from error
 
     def _encode(self, device: torch.device) -> Conditioning:
         assert self._inputs is not None, "checked before"
@@ -353,23 +393,3 @@ def _free_memory(device: torch.device) -> None:
     gc.collect()
     if hardware.is_accelerator(device):
         torch.get_device_module(device).empty_cache()
-
-
-def _check_agreement(ranks: Ranks, video: torch.Tensor, audio: torch.Tensor) -> None:
-    """Every rank steps the latents itself; where one computes other bits, its machine is at fault.
-
-    Raises:
-        RuntimeError: On every rank, if they differ.
-    """
-    if ranks.world_size == 1:
-        return
-    mine = (raw_sha256(video), raw_sha256(audio))
-    gathered: list[tuple[str, str] | None] = [None] * ranks.world_size
-    dist.all_gather_object(gathered, mine)
-    odd = [rank for rank, theirs in enumerate(gathered) if theirs != gathered[0]]
-    if odd:
-        raise RuntimeError(
-            f"rank(s) {odd} have other latents than rank 0 after the last step: expected the same "
-            "bits, for all computed them from the same velocities. Look for a faulty device or "
-            "mixed library versions there."
-        )

@@ -9,7 +9,9 @@ from pathlib import Path
 import torch
 
 from magi2.decoding import Decoders
+from magi2.extras import require
 from magi2.hashes import raw_sha256
+from magi2.media.video_file import require_encoder
 from magi2.output_folder import AUDIO_NAME, VIDEO_NAME, OutputFolder
 from magi2.release import Release
 
@@ -28,6 +30,25 @@ class Results:
     hashes: Mapping[str, str]
     files: tuple[Path, ...]
     notes: tuple[str, ...]
+
+
+def require_packages(*, decodes_video: bool, decodes_audio: bool) -> None:
+    """Miss now, not after hours of sampling, what decoding and writing will need.
+
+    Args:
+        decodes_video: Whether frames are decoded; a preview is drawn where they are not.
+        decodes_audio: The same of sound.
+
+    Raises:
+        ModuleNotFoundError: If a package is not installed.
+        RuntimeError: If PyAV has no H.264.
+    """
+    require_encoder()
+    if decodes_audio:
+        require("scipy.signal", "resampling sound")
+    if not (decodes_video and decodes_audio):
+        require("PIL.Image", "drawing previews", "pillow")
+        require("matplotlib.figure", "drawing previews")
 
 
 def write_results(

@@ -115,7 +115,7 @@ def sample(
     """
     timesteps = flow_timesteps(settings.num_inference_steps, settings.shift)
     video_solver, audio_solver = make_solver(settings), make_solver(settings)
-    _check_state(state, len(timesteps))
+    _check_steps(state, len(timesteps))
     restore_solver(video_solver, state.video_solver)
     restore_solver(audio_solver, state.audio_solver)
     for step in range(state.step, len(timesteps)):
@@ -235,7 +235,18 @@ def _counters(metadata: Mapping[str, str], name: str) -> dict[str, int]:
     return dict(values)
 
 
-def _check_state(state: SamplerState, num_steps: int) -> None:
+def check_state(state: SamplerState, settings: SamplingSettings) -> None:
+    """Refuse a state that `sample` cannot go on from with these settings.
+
+    Raises:
+        ValueError: If its solvers' states contradict it or the number of steps.
+    """
+    _check_steps(state, settings.num_inference_steps)
+    for stored in (state.video_solver, state.audio_solver):
+        restore_solver(make_solver(settings), stored)
+
+
+def _check_steps(state: SamplerState, num_steps: int) -> None:
     steps = (state.step, *(s.values.get("step") for s in (state.video_solver, state.audio_solver)))
     if len(set(steps)) != 1 or not 0 <= state.step <= num_steps:
         raise ValueError(

@@ -147,6 +147,7 @@ def _run(
 
     from magi2 import pipeline
     from magi2.cli.progress import ConsoleProgress
+    from magi2.run_state import STATE_NAME
 
     if not 0 < timeout <= _MAX_TIMEOUT:
         raise ValueError(
@@ -171,9 +172,9 @@ def _run(
         )
     except BaseException:
         progress.close()
-        every = request.save_every
-        saved = progress.steps_done // every * every if every else 0
-        if saved:
+        every, done = request.save_every, progress.steps_done
+        saved = (done if progress.is_done else done // every * every) if every else 0
+        if saved and (request.output / STATE_NAME).exists():
             typer.echo(
                 f"magi2 generate: step {saved} is saved in {request.output}. The same command with "
                 "--resume goes on from there.",

@@ -27,11 +27,13 @@ class ConsoleProgress:
 
     Attributes:
         steps_done: Steps so far, those of an earlier run included.
+        is_done: Whether these are all.
     """
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(stderr=True, highlight=False)
         self.steps_done = 0
+        self.is_done = False
         self._bars: Bars | None = None
         self._task: Any = None
         self._began = time.perf_counter()
@@ -45,6 +47,7 @@ class ConsoleProgress:
     def step(self, done: int, total: int, seconds: float) -> None:
         """Say that a step is done."""
         self.steps_done = done
+        self.is_done = done == total
         self._seconds.append(seconds)
         pace = self._pace()
         if not self.console.is_terminal:

@@ -49,7 +49,7 @@ def write_video(
     _check_frames(frames, fps)
     if audio is not None:
         check_audio(audio, sample_rate)
-    av = require("av", "writing MP4 files")
+    av = require_encoder()
     try:
         data = _encode(av, frames, fps, audio, sample_rate)
     except av.error.FFmpegError as error:
@@ -58,6 +58,22 @@ def write_video(
             f"second: {error}. H.264 takes up to 16384 pixels a side."
         ) from error
     write_atomically(Path(path), data)
+
+
+def require_encoder() -> Any:
+    """PyAV, with the encoder that `write_video` uses.
+
+    Raises:
+        ModuleNotFoundError: If it is not installed.
+        RuntimeError: If its build has no libx264.
+    """
+    av = require("av", "writing MP4 files")
+    if "libx264" not in av.codec.codecs_available:
+        raise RuntimeError(
+            "This build of PyAV has no libx264 encoder: install the wheel from PyPI "
+            "(pip install --force-reinstall av)."
+        )
+    return av
 
 
 def _encode(
@@ -70,7 +86,7 @@ def _encode(
     """The bytes of the file."""
     buffer = io.BytesIO()
     with av.open(buffer, mode="w", format="mp4") as container:
-        video_stream = _add_video(av, container, frames, fps)
+        video_stream = _add_video(container, frames, fps)
         # All streams before the first packet: the header lists them.
         audio_stream = None if audio is None else _add_audio(container, audio, sample_rate)
         for frame in frames.cpu().numpy():
@@ -114,12 +130,7 @@ def check_audio(audio: torch.Tensor, sample_rate: int) -> None:
         raise ValueError(f"sample_rate={sample_rate}: expected a positive number, such as 44100.")
 
 
-def _add_video(av: Any, container: Any, frames: torch.Tensor, fps: float | Fraction) -> Any:
-    if "libx264" not in av.codec.codecs_available:
-        raise RuntimeError(
-            "This build of PyAV has no libx264 encoder: install the wheel from PyPI "
-            "(pip install --force-reinstall av)."
-        )
+def _add_video(container: Any, frames: torch.Tensor, fps: float | Fraction) -> Any:
     # 1001: the denominator of broadcast rates such as 30000/1001.
     stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001))
     stream.height, stream.width = frames.shape[1:3]

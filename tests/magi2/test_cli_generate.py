@@ -263,6 +263,43 @@ def test_a_rank_that_is_lost_ends_the_others(checkpoint, hashes, tmp_path, how, 
     assert result.hashes == hashes
 
 
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        (["--shift", "5"], "shift: 7.0 on rank(s) [0], 5.0 on rank(s) [1]"),
+        (["--cfg-parallel-size", "2"], "cfg parallel size: 1 on rank(s) [0], 2 on rank(s) [1]"),
+    ],
+)
+def test_ranks_with_other_options_end_at_once(checkpoint, tmp_path, option, words):
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    ranks = [
+        start(
+            (9, 9, "error"), [*command(checkpoint, tmp_path / "out"), *(option if rank else [])],
+            RANK=str(rank), LOCAL_RANK=str(rank), **common,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    told = "".join(rank.communicate(timeout=IN_TIME)[1] for rank in ranks)
+    assert [rank.returncode for rank in ranks] == [1, 1]
+    assert told.count(words) == 1, told
+    assert "Traceback" not in told
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("every", ["1", "3", "10"])
+def test_a_failure_after_the_last_step_names_the_state_that_was_saved(
+    checkpoint, tmp_path, monkeypatch, every
+):
+    def fail(*args, **kwargs):
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr("magi2.media.preview.write_preview", fail)
+    done = invoke(*command(checkpoint, tmp_path, "--save-every", every))
+    assert done.exit_code == 1
+    assert f"step 4 is saved in {tmp_path}. The same command with --resume" in done.stderr
+
+
 @needs_mpi
 @pytest.mark.mpi
 def test_mpirun_gives_the_hashes_of_simulated_ranks(checkpoint, hashes, tmp_path):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import json
 import os
+import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from magi2 import pipeline
@@ -17,12 +19,15 @@ from magi2.denoiser import Denoiser
 from magi2.encoders.features_file import load_text_features
 from magi2.hashes import raw_sha256
 from magi2.launch import ParallelSizes
-from magi2.pipeline import _check_agreement, generate
+from magi2.output_folder import OutputFolder
+from magi2.pipeline import generate
+from magi2.rank_agreement import check_alike, check_latents
 from magi2.release import open_release
-from magi2.run_state import load_state
+from magi2.run_state import load_state, save_state
 from magi2.sampler import SamplerState, draw_noise, sample
 from magi2.transformer import Magi2Transformer
 from tests.magi2 import runs
+from ulysses_comm.simulate import simulate_world
 
 CPU = {"device": "cpu"}
 STATE = "state.safetensors"
@@ -179,6 +184,87 @@ def test_another_run_is_not_gone_on_with(checkpoint, tmp_path, monkeypatch):
     assert (tmp_path / STATE).read_bytes() == before
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"video": torch.zeros(1, 8, 2, 2, 1)}, "video_solver."),
+        ({"audio": torch.zeros(1, 10, 5), "video": torch.zeros(1)}, "has a video latent"),
+        ({"step": "3"}, "is of step '3' and its video solver's of 2"),
+        ({"audio_solver": "[]"}, "audio_solver='[]'"),
+        ({"audio_solver": '{"step": 2}'}, "the solver's state of step 2 holds"),
+    ],
+)
+def test_a_damaged_state_is_refused_before_weights_are_read(
+    checkpoint, tmp_path, monkeypatch, change, words
+):
+    stopped(checkpoint, tmp_path)
+    stored = load_state(tmp_path / STATE)
+    tensors = {n: v for n, v in change.items() if isinstance(v, torch.Tensor)}
+    strings = {n: v for n, v in change.items() if isinstance(v, str)}
+    save_state(
+        tmp_path / STATE,
+        {**stored.tensors, **tensors},
+        {**stored.metadata, **strings},
+        stored.fingerprint,
+    )
+    monkeypatch.setattr(pipeline, "load_checkpoint", None)
+    with pytest.raises(ValueError, match=r"cannot be gone on with: .*--overwrite") as error:
+        generate(checkpoint, runs.request(tmp_path, resume=True), simulate=2, **CPU)
+    assert words in str(error.value)
+
+
+def test_a_state_of_another_size_is_refused(checkpoint, tmp_path):
+    stopped(checkpoint, tmp_path)
+    stored = load_state(tmp_path / STATE)
+    cut = {n: v[..., :1] if n.startswith("video") else v for n, v in stored.tensors.items()}
+    save_state(tmp_path / STATE, cut, stored.metadata, stored.fingerprint)
+    with pytest.raises(
+        ValueError, match=r"the video latent is \(1, 8, 2, 2, 1\) .*\(1, 8, 2, 2, 3\)"
+    ):
+        generate(checkpoint, runs.request(tmp_path, resume=True), simulate=2, **CPU)
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_two_runs_do_not_write_to_one_folder(checkpoint, tmp_path):
+    pytest.importorskip("fcntl")
+    stopped(checkpoint, tmp_path)
+    before = (tmp_path / STATE).read_bytes()
+    other = OutputFolder(tmp_path)
+    assert other.prepare(resume=True, overwrite=False, num_bytes=0)
+    for changes in ({"resume": True}, {"overwrite": True}):
+        with pytest.raises(ValueError, match=r"another run is writing to .*--output"):
+            generate(checkpoint, runs.request(tmp_path, **changes), simulate=2, **CPU)
+    assert (tmp_path / STATE).read_bytes() == before
+    other.close()
+    # Each run lets go of it, whether it was stopped or came to its end.
+    generate(checkpoint, runs.request(tmp_path, resume=True), simulate=2, **CPU)
+    generate(checkpoint, runs.request(tmp_path, overwrite=True), simulate=2, **CPU)
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_what_a_run_is_made_from_is_not_discarded(checkpoint, tmp_path):
+    features = tmp_path / "out" / "text_features.safetensors"
+    features.parent.mkdir()
+    features.write_bytes((checkpoint / features.name).read_bytes())
+    for _ in range(2):
+        wanted = runs.request(features.parent, overwrite=True, settings={"num_inference_steps": 1})
+        generate(checkpoint, wanted, parts={"text_features": features}, **CPU)
+        assert features.read_bytes() == (checkpoint / features.name).read_bytes()
+    before = sorted(os.listdir(checkpoint))
+    with pytest.raises(ValueError, match="is the checkpoint's: expected another"):
+        generate(checkpoint, runs.request(checkpoint / ".." / checkpoint.name), **CPU)
+    assert sorted(os.listdir(checkpoint)) == before
+
+
+@pytest.mark.parametrize("package", ["av", "diffusers", "matplotlib.figure", "PIL.Image"])
+def test_packages_are_missed_before_weights_are_read(checkpoint, tmp_path, monkeypatch, package):
+    monkeypatch.setattr(pipeline, "load_checkpoint", None)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'ulysses-comm\[pipeline\]'"):
+        generate(checkpoint, runs.request(tmp_path / "out"), **CPU)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.usefixtures("no_pictures")
 def test_nothing_is_resumed_where_nothing_is(checkpoint, whole, tmp_path):
     result = generate(checkpoint, runs.request(tmp_path, resume=True), simulate=2, **CPU)
@@ -254,21 +340,27 @@ def test_simulated_ranks_compile_once_for_all(checkpoint, tmp_path, monkeypatch,
     assert load_state(tmp_path / STATE).fingerprint["compile"] == mode
 
 
-def test_ranks_with_other_bits_are_found(monkeypatch):
-    from ulysses_comm.simulate import simulate_world
-
+def test_ranks_that_were_started_otherwise_are_named():
     def program():
-        import torch.distributed as dist
+        rank = dist.get_rank()
+        check_alike({"seed": "1"}, 3)
+        with pytest.raises(ValueError, match="the same options") as error:
+            check_alike({"seed": str(rank // 2), "shift": "7"} if rank else {"seed": "0"}, 3)
+        return str(error.value).splitlines()[1:3]
 
-        from magi2.launch import Ranks
+    expected = [
+        "  seed: 0 on rank(s) [0, 1], 1 on rank(s) [2]",
+        "  shift: (not stated) on rank(s) [0], 7 on rank(s) [1, 2]",
+    ]
+    assert simulate_world(3, program).results == [expected] * 3
 
-        ranks = Ranks(
-            device=torch.device("cpu"), rank=dist.get_rank(), world_size=3, launcher="simulated"
-        )
+
+def test_ranks_with_other_bits_are_found():
+    def program():
         video = torch.zeros(4)
-        _check_agreement(ranks, video, torch.zeros(1))
-        video[0] = -0.0 if ranks.rank == 2 else 0.0
+        check_latents(video, torch.zeros(1), 3)
+        video[0] = -0.0 if dist.get_rank() == 2 else 0.0
         with pytest.raises(RuntimeError, match=r"rank\(s\) \[2\] have other latents"):
-            _check_agreement(ranks, video, torch.zeros(1))
+            check_latents(video, torch.zeros(1), 3)
 
     simulate_world(3, program)
