@@ -28,6 +28,7 @@ app = typer.Typer(
 
 _INTERRUPTED = 130  # as a shell reports a program that Ctrl-C ended
 _PATIENCE_SECONDS = 1.0
+_EXTRA = "ulysses-comm[pipeline]"
 _shows_tracebacks: ContextVar[bool] = ContextVar("shows_tracebacks", default=False)
 
 
@@ -91,8 +92,12 @@ def main() -> None:
 
 def _with_rank(error: Exception) -> str:
     """An error's text, and which simulated rank raised it."""
+    text = str(error)
+    if isinstance(error, ModuleNotFoundError) and "pip install" not in text:
+        # Missed by a plain import, perhaps one in a library that is there.
+        text += f". Commands need {_EXTRA}: pip install '{_EXTRA}'"
     notes = [note.partition("\n")[0] for note in getattr(error, "__notes__", [])]
-    return " ".join([str(error), *(f"({note})" for note in notes)])
+    return " ".join([text, *(f"({note})" for note in notes)])
 
 
 def _end_process(name: str, error: RankFailedError) -> NoReturn:

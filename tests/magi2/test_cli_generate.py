@@ -132,6 +132,14 @@ def test_errors_of_the_machine_and_its_libraries_are_told_in_text(
     assert done.exception is error
 
 
+def test_a_package_that_a_library_misses_is_named_with_the_extra(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    done = invoke(*command(checkpoint, tmp_path / "out"))
+    assert done.exit_code == 1
+    assert "safetensors" in done.stderr
+    assert done.stderr.endswith("pip install 'ulysses-comm[pipeline]'\n")
+
+
 def test_a_simulated_rank_that_fails_is_named(checkpoint, tmp_path, monkeypatch):
     def fail(model, folder, device):
         if model.topology.sequence_rank == 1:
