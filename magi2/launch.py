@@ -289,11 +289,7 @@ def _with_topology(
 
 def _failure(error: BaseException, rank: int, world_size: int) -> RankFailedError:
     """Tell the other ranks of a failure, and say what this rank knows about it."""
-    own = str(error) or type(error).__name__
-    if _is_lost_peer(error):
-        own = f"another rank is gone, killed perhaps, or out of memory ({own})"
-    elif not isinstance(error, ValueError | OSError):
-        own = f"{type(error).__name__}: {own}"
+    own = _explain(error)
     if isinstance(error, OtherRankError):
         return RankFailedError(own, speaks=False)
     first_rank, first = _publish(rank, own)
@@ -307,6 +303,15 @@ def _failure(error: BaseException, rank: int, world_size: int) -> RankFailedErro
         f"rank {rank} of {world_size}: stopped, because rank {first_rank} failed: {first}",
         speaks=True,
     )
+
+
+def _explain(error: BaseException) -> str:
+    text = str(error) or type(error).__name__
+    if _is_lost_peer(error):
+        return f"another rank is gone, killed perhaps, or out of memory ({text})"
+    if isinstance(error, RuntimeError) and "timed out" in text.lower():
+        return f"another rank did not answer before the timeout, it hangs perhaps ({text})"
+    return text if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {text}"
 
 
 def _is_fault(error: BaseException) -> bool:

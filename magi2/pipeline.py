@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from magi2.checkpoint import load_checkpoint
-from magi2.checks import describe
 from magi2.conditioning import Conditioning
 from magi2.decoding import Decoders, load_decoders
 from magi2.denoiser import Denoiser
@@ -290,15 +289,13 @@ class _Run:
     def _check_state(self, stored: StoredState) -> None:
         """Refuse a state that says it is of this run and cannot be."""
         config, geometry = self.release.config, self.geometry
-        video = geometry.video_shape(config.video_channels)
-        audio = geometry.audio_shape(config.audio_channels)
+        shapes = (
+            geometry.video_shape(config.video_channels),
+            geometry.audio_shape(config.audio_channels),
+        )
         try:
-            check_state(state_from_tensors(stored.tensors, stored.metadata), self.settings)
-            for name, shape in (("video", video), ("audio", audio)):
-                if stored.tensors[name].shape != shape:
-                    raise ValueError(
-                        f"the {name} latent is {describe(stored.tensors[name])}: expected {shape}."
-                    )
+            state = state_from_tensors(stored.tensors, stored.metadata)
+            check_state(state, self.settings, *shapes)
         except ValueError as error:
             raise ValueError(
                 f"{self.output.state} cannot be gone on with: {error} Discard it with --overwrite."

@@ -235,12 +235,22 @@ def _counters(metadata: Mapping[str, str], name: str) -> dict[str, int]:
     return dict(values)
 
 
-def check_state(state: SamplerState, settings: SamplingSettings) -> None:
-    """Refuse a state that `sample` cannot go on from with these settings.
+def check_state(
+    state: SamplerState,
+    settings: SamplingSettings,
+    video_shape: tuple[int, ...],
+    audio_shape: tuple[int, ...],
+) -> None:
+    """Refuse a state that `sample` cannot go on from with these settings and sizes.
 
     Raises:
-        ValueError: If its solvers' states contradict it or the number of steps.
+        ValueError: If its latents have other shapes, or its solvers' states contradict it or the
+            number of steps.
     """
+    for name, shape in (("video", video_shape), ("audio", audio_shape)):
+        latent = getattr(state, name)
+        if latent.shape != shape:
+            raise ValueError(f"the {name} latent is {describe(latent)}: expected {shape}.")
     _check_steps(state, settings.num_inference_steps)
     for stored in (state.video_solver, state.audio_solver):
         restore_solver(make_solver(settings), stored)

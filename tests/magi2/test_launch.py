@@ -11,7 +11,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from magi2.launch import _FAILURE_KEY, ParallelSizes, RankFailedError, Ranks, run_on_ranks
+from magi2.launch import (
+    _FAILURE_KEY,
+    ParallelSizes,
+    RankFailedError,
+    Ranks,
+    _explain,
+    run_on_ranks,
+)
 from tests.ranks import rank_outcomes, run_ranks
 
 IN_TIME = 20.0  # seconds; gloo alone would wait for a minute here, and half an hour elsewhere
@@ -188,6 +195,13 @@ def test_a_process_that_is_killed_stops_the_others():
     assert text.startswith("rank 0 of 2: another rank is gone")
     assert speaks
     assert seconds < IN_TIME
+
+
+def test_a_rank_that_is_waited_for_in_vain_is_told_of():
+    error = RuntimeError("[gloo] Timed out waiting 6000ms for send operation to complete")
+    assert _explain(error).startswith("another rank did not answer before the timeout")
+    assert _explain(RuntimeError("other")) == "RuntimeError: other"
+    assert _explain(ValueError("plain")) == "plain"
 
 
 @pytest.mark.gloo
