@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from magi2.geometry import SPATIAL_STRIDE, TEMPORAL_STRIDE
 from magi2.release import Release
 
 if TYPE_CHECKING:
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
     from magi2.decoders.turbo import TurboDecoder
     from magi2.decoders.wan import VideoVae
 
+# What the latents of the released model stand for.
+_PIXELS, _FRAMES, _SAMPLES = SPATIAL_STRIDE, TEMPORAL_STRIDE, 2048
 _WEIGHTS = ("*.safetensors", "*.pt", "*.pth", "*.ckpt", "*.bin")
 
 
@@ -86,17 +90,29 @@ def load_decoders(release: Release) -> Decoders:
         turbo = _load_turbo(parts["turbo_decoder"])
         given = turbo.config.latent_channels
         _check_channels(parts["turbo_decoder"], "video", given, config.video_channels)
+        _check_scale(parts["turbo_decoder"], "pixels a side", turbo.config.spatial_scale, _PIXELS)
     elif "video_vae" in parts:
         from magi2.decoders.wan import load_video_vae
 
         vae = load_video_vae(parts["video_vae"])
         _check_channels(parts["video_vae"], "video", vae.config.z_dim, config.video_channels)
+        scale = vae.config.scale_factor_spatial
+        _check_scale(parts["video_vae"], "pixels a side", scale, _PIXELS)
+        scale = vae.config.scale_factor_temporal
+        _check_scale(parts["video_vae"], "frames", scale, _FRAMES)
     if "audio_vae" in parts:
         from magi2.decoders.audio import load_audio_decoder
 
         audio = load_audio_decoder(parts["audio_vae"])
         given = audio.config.decoder_input_channels
         _check_channels(parts["audio_vae"], "audio", given, config.audio_channels)
+        scale = math.prod(audio.config.downsampling_ratios)
+        _check_scale(parts["audio_vae"], "samples", scale, _SAMPLES)
+        if audio.config.audio_channels not in (1, 2):
+            raise ValueError(
+                f"{parts['audio_vae']} makes sound of {audio.config.audio_channels} channels: "
+                "expected 1 or 2, which files of sound have. Leave it out, or take another."
+            )
     return Decoders(turbo=turbo, vae=vae, audio=audio)
 
 
@@ -123,6 +139,14 @@ def _check_channels(path: Path, kind: str, given: int, expected: int) -> None:
             f"{path} decodes {kind} latents of {given} channels, and this checkpoint makes "
             f"{expected}: expected the decoder of its latent space. Leave it out, or take the one "
             "that belongs to it."
+        )
+
+
+def _check_scale(path: Path, what: str, given: int, expected: int) -> None:
+    if given != expected:
+        raise ValueError(
+            f"{path} makes {given} {what} of a latent: expected {expected}. Leave it out, or take "
+            "the decoder that belongs to this checkpoint."
         )
 
 

@@ -257,6 +257,11 @@ def _encode_images(
     from magi2.encoders.image import encode_reference_image
 
     vae = load_video_vae(release.parts["video_vae"], device)
+    if vae.config.z_dim != release.config.video_channels:
+        raise ValueError(
+            f"the video VAE {release.parts['video_vae']} makes latents of {vae.config.z_dim} "
+            f"channels: expected {release.config.video_channels}, as this checkpoint takes them."
+        )
     return tuple(encode_reference_image(vae, image).cpu() for image in inputs.images)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 
@@ -19,12 +20,14 @@ from magi2.decoders.audio import decode_audio, load_audio_decoder
 from magi2.decoders.turbo import TurboDecoder, decode_turbo, load_turbo_decoder
 from magi2.decoders.turbo_config import TurboConfig
 from magi2.decoders.wan import WAN22_VAE_CONFIG, decode_with_vae, load_video_vae
+from magi2.decoding import load_decoders
 from magi2.encoders.features_file import save_text_features
 from magi2.encoders.image import encode_reference_image, load_reference_image
 from magi2.encoders.text import load_text_encoder
 from magi2.hashes import raw_sha256
 from magi2.pipeline import generate
-from tests.magi2 import runs, tiny_qwen
+from magi2.release import open_release
+from tests.magi2 import runs, tiny_qwen, tiny_wan
 
 ONE_STEP = {"settings": {"num_inference_steps": 1}}
 TURBO_JSON = {
@@ -58,16 +61,17 @@ def make_vae(folder):
     diffusers.AutoencoderKLWan(**{**WAN22_VAE_CONFIG, **sizes}).save_pretrained(folder)
 
 
-def make_audio_vae(folder):
+def make_audio_vae(folder, **changes):
     torch.manual_seed(0)
-    diffusers.AutoencoderOobleck(
-        encoder_hidden_size=2,
-        downsampling_ratios=[2, 4, 4, 8, 8],
-        channel_multiples=[1, 1, 1, 1, 1],
-        decoder_channels=2,
-        decoder_input_channels=64,
-        audio_channels=2,
-    ).save_pretrained(folder)
+    sizes = {
+        "encoder_hidden_size": 2,
+        "downsampling_ratios": [2, 4, 4, 8, 8],
+        "channel_multiples": [1, 1, 1, 1, 1],
+        "decoder_channels": 2,
+        "decoder_input_channels": 64,
+        "audio_channels": 2,
+    }
+    diffusers.AutoencoderOobleck(**{**sizes, **changes}).save_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
@@ -156,6 +160,34 @@ def test_a_decoder_of_other_latents_is_refused_before_sampling(checkpoint, tmp_p
         )
 
 
+@pytest.mark.parametrize(
+    ("part", "changes", "words"),
+    [
+        ("audio_vae", {"audio_channels": 3}, "sound of 3 channels: expected 1 or 2"),
+        ("audio_vae", {"downsampling_ratios": [2, 4, 4, 4, 8]}, "1024 samples .* expected 2048"),
+        ("vae", {"scale_factor_spatial": 8}, "8 pixels a side of a latent: expected 16"),
+        ("vae", {"scale_factor_temporal": 8}, "8 frames of a latent: expected 4"),
+        ("turbo_vae", {"patch_size": 1}, "8 pixels a side of a latent: expected 16"),
+    ],
+)
+def test_a_decoder_of_another_scale_is_refused(checkpoint, tmp_path, part, changes, words):
+    folder = tmp_path / part
+    if part == "audio_vae":
+        make_audio_vae(folder, **changes)
+    else:
+        shutil.copytree(checkpoint / part, folder)
+        config = folder / ("config.json" if part == "vae" else "turbo.json")
+        config.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
+    if part == "turbo_vae":
+        small = TurboDecoder(TurboConfig.from_file(config), dtype=torch.float32).state_dict()
+        named = {f"decoder.{name}": tensor for name, tensor in small.items()}
+        write_shard(folder / "turbo.safetensors", named.items())
+    release = open_release(checkpoint)
+    key = {"vae": "video_vae", "turbo_vae": "turbo_decoder"}.get(part, part)
+    with pytest.raises(ValueError, match=words):
+        load_decoders(dataclasses.replace(release, parts={key: folder}))
+
+
 @pytest.fixture
 def seen(monkeypatch):
     """What the denoiser of each rank was conditioned on."""
@@ -225,6 +257,13 @@ def test_images_of_several_shapes_are_refused(checkpoint, tmp_path, monkeypatch)
     wanted = runs.request(tmp_path / "out", images=pictures, width=96, height=64)
     with pytest.raises(ValueError, match="expected one size"):
         generate(checkpoint, wanted, parts={"text_features": features}, device="cpu")
+    other = tmp_path / "vae"
+    diffusers.AutoencoderKLWan(**tiny_wan.CONFIG).save_pretrained(other)
+    wanted = runs.request(tmp_path / "out", images=pictures[:1] * 2, width=96, height=64)
+    with pytest.raises(ValueError, match="makes latents of 4 channels: expected 48"):
+        generate(
+            checkpoint, wanted, parts={"text_features": features, "video_vae": other}, device="cpu"
+        )
     wanted = runs.request(tmp_path / "out", images=(tmp_path / "gone.png",) * 2)
     with pytest.raises(ValueError, match=r"gone\.png cannot be read as an image"):
         generate(checkpoint, wanted, parts={"text_features": features}, device="cpu")
