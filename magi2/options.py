@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from magi2.ops.attention_backends import check_attention_backend
 from magi2.ops.backend import MOE_BACKENDS
 from magi2.ops.token_permute import SUM_ORDERS
 
@@ -42,6 +43,8 @@ class Options:
             default. Every row is moved unchanged; its experts meet it beside other rows.
         moe_backend: What runs the mixture's router and experts: "torch", "triton", or "auto" for
             Triton on a GPU while no gradient is recorded. Float32 sums differ in their order.
+        attention_backend: What runs the attention, as `magi2.ops.attention_backends` lists them;
+            "auto" for what fits the device. Sums differ in their order.
     """
 
     route_sum: str = "choice"
@@ -50,6 +53,7 @@ class Options:
     output_head_shards: bool | None = None
     replicated_expert_exchange: bool | None = None
     moe_backend: str = "auto"
+    attention_backend: str = "auto"
 
     def __post_init__(self) -> None:
         if self.route_sum not in SUM_ORDERS:
@@ -58,6 +62,7 @@ class Options:
             raise ValueError(f"router_bias={self.router_bias!r}: expected one of {ROUTER_BIASES}.")
         if self.moe_backend not in MOE_BACKENDS:
             raise ValueError(f"moe_backend={self.moe_backend!r}: expected one of {MOE_BACKENDS}.")
+        check_attention_backend(self.attention_backend)
         for name in ("qkv_head_shards", "output_head_shards", "replicated_expert_exchange"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, bool):

@@ -65,6 +65,14 @@ def bench_step(
             rich_help_panel=_RUN,
         ),
     ] = "auto",
+    attention_backend: Annotated[
+        str,
+        typer.Option(
+            help="What runs the attention: auto for what fits the device, torch, cudnn, flash, "
+            "flash_attn, flex, cpu_flash or musa.",
+            rich_help_panel=_RUN,
+        ),
+    ] = "auto",
     threads: Annotated[
         int | None,
         typer.Option(
@@ -143,7 +151,11 @@ def bench_step(
         num_steps=num_inference_steps,
         compile="static" if compile_static else "dynamic" if compile_dynamic else "off",
         deterministic=deterministic,
-        options=Options(route_sum=route_sum, moe_backend=moe_backend),
+        options=Options(
+            route_sum=route_sum,
+            moe_backend=moe_backend,
+            attention_backend=attention_backend,
+        ),
         seed=seed,
     )
     if threads is not None:

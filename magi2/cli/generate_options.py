@@ -197,6 +197,14 @@ MoeBackend = Annotated[
         rich_help_panel=_RUN,
     ),
 ]
+AttentionBackend = Annotated[
+    str,
+    typer.Option(
+        help="What runs the attention: auto for what fits the device, torch, cudnn, flash, "
+        "flash_attn, flex, cpu_flash or musa.",
+        rich_help_panel=_RUN,
+    ),
+]
 Output = Annotated[Path, typer.Option(help="Folder for all results.", rich_help_panel=_RUN)]
 PrintHashes = Annotated[
     bool,

@@ -15,7 +15,7 @@ from torch import nn
 from magi2.config import Magi2Config
 from magi2.modules.linear import GroupedLinear, GroupedNorm
 from magi2.modules.request import RequestPlan
-from magi2.ops.attention import apply_sinks_torch, packed_attention_torch
+from magi2.ops.attention_backends import attend_with_sinks, choose_attention
 from magi2.ops.rotary import apply_rotary_torch
 from magi2.options import Options, head_shards_by_default
 from magi2.topology import Topology, usable_group_sizes
@@ -60,6 +60,7 @@ class Attention(nn.Module):
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.head_dim = config.head_dim
         self.softcap = config.attention_softcap
+        self.attention_backend = options.attention_backend
         self.dtype = config.dtype
         hidden, head_dim, groups = config.hidden_size, config.head_dim, num_modalities
         qkv_features = (self.num_heads + 2 * self.num_kv_heads) * head_dim
@@ -116,8 +117,19 @@ class Attention(nn.Module):
         self, q_NhD: torch.Tensor, k_NgD: torch.Tensor, v_NgD: torch.Tensor, plan: RequestPlan
     ) -> torch.Tensor:
         """Attention of this rank's heads, with their sinks, over whole sequences."""
-        out, lse = packed_attention_torch(q_NhD, k_NgD, v_NgD, plan.cu_seqlens, self.softcap)
-        return apply_sinks_torch(out, lse, self.sinks.chunk(self.world_size, dim=1)[self.rank])[0]
+        sinks = plan.sink_totals.of(self, self.sinks, self.rank, self.world_size)
+        return attend_with_sinks(
+            q_NhD, k_NgD, v_NgD, plan.packed, sinks, self.softcap, self.attention_backend
+        )
+
+    def explain(self, q_NhD: torch.Tensor, k_NgD: torch.Tensor, v_NgD: torch.Tensor) -> str:
+        """Which implementation would attend to these now, and why.
+
+        Raises:
+            RuntimeError: If one was asked for by name and cannot run.
+        """
+        chosen = choose_attention(self.attention_backend, q_NhD, k_NgD, v_NgD, self.softcap)
+        return f"{chosen.name}: {chosen.reason}"
 
     def output(self, out: torch.Tensor, gate_TH: torch.Tensor, plan: RequestPlan) -> torch.Tensor:
         """Gate each head and project.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -12,6 +13,8 @@ from magi2.checks import describe, whole_numbers
 from magi2.modules.modality import ModalityOrder
 from magi2.modules.replicas import ReplicaDispatcher
 from magi2.modules.sequence import SequenceDispatcher
+from magi2.modules.sinks import SinkTotals
+from magi2.ops.packed_sequences import PackedSequences
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +61,16 @@ class RequestPlan:
                 f"rotary is {describe(self.rotary)}: expected ({rows}, 6 * bands), one row for "
                 "each token of this rank."
             )
+
+    @functools.cached_property
+    def packed(self) -> PackedSequences:
+        """The sequences of `cu_seqlens`, and what attention kernels need to know of them."""
+        return PackedSequences(self.cu_seqlens)
+
+    @functools.cached_property
+    def sink_totals(self) -> SinkTotals:
+        """What the sinks add in each layer, worked out at the first step."""
+        return SinkTotals()
 
 
 def check_cu_seqlens(cu_seqlens: torch.Tensor | Sequence[int], num_tokens: int) -> tuple[int, ...]:

@@ -61,9 +61,21 @@ def apply_sinks_torch(
         The attention with sinks, in out's dtype (the weight stays float32 and the product is
         rounded), and the log-sum-exp with sinks.
     """
-    lse_with_sinks = torch.logaddexp(lse_TH, sinks_KH.logsumexp(dim=0))
-    weight = torch.exp(lse_TH - lse_with_sinks)
-    return (out_THD.float() * weight.unsqueeze(-1)).to(out_THD.dtype), lse_with_sinks
+    total = sink_totals_torch(sinks_KH)
+    weight = sink_weights_torch(lse_TH, total)
+    out = (out_THD.float() * weight.unsqueeze(-1)).to(out_THD.dtype)
+    return out, torch.logaddexp(lse_TH, total)
+
+
+def sink_totals_torch(sinks_KH: torch.Tensor) -> torch.Tensor:
+    """Log-sum-exp of each head's sinks, (heads,) float32; of a single sink the sink, as it lies."""
+    return sinks_KH[0] if sinks_KH.shape[0] == 1 else sinks_KH.logsumexp(dim=0)
+
+
+def sink_weights_torch(lse_TH: torch.Tensor, sink_total_H: torch.Tensor) -> torch.Tensor:
+    """What the sinks leave of the softmax, (tokens, heads) float32: 1 without sinks."""
+    difference = lse_TH - torch.logaddexp(lse_TH, sink_total_H)
+    return torch.exp(difference)
 
 
 def _for_query_heads(x_TGD: torch.Tensor, num_heads: int) -> torch.Tensor:
