@@ -64,7 +64,8 @@ def _describe(config: Magi2Config) -> str:
         f"{str(config.dtype).removeprefix('torch.')}; attention of {config.num_heads} heads"
         + (f" ({config.num_kv_heads} for keys)" if config.num_kv_heads != config.num_heads else "")
         + f" of {config.head_dim};\nmixture in {len(moe.layers)} layers: {moe.num_heads} heads of "
-        f"{moe.num_experts} experts, {moe.top_k} chosen; three weight sets in layers "
+        f"{moe.num_experts} experts, {moe.top_k} chosen;\n"
+        "weights of their own for video, audio and text in layers "
         f"{', '.join(map(str, config.multimodal_layers))}."
     )
 

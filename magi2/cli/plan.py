@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from magi2.planning import DeviceProfile, StepPlan
 
 _PREDICTED = "predicted"
+_COMPARED_SIDE_BY_SIDE = 4
 
 
 def plan(
@@ -116,11 +117,12 @@ def _show(
         for table in _detail_tables(plans[0], num_steps):
             console.print(table)
     else:
-        console.print(_comparison(plans))
+        for table in _comparisons(plans):
+            console.print(table)
     console.print(
         f"Times are predicted, not measured: {device.name} at {device.matmul_fraction:.0%} of its "
-        f"matrix rate and {device.bandwidth_fraction:.0%} of its bandwidths\n({device.source}); "
-        "kernels that read and write once, nothing overlapped.\n"
+        f"matrix rate and {device.bandwidth_fraction:.0%} of its bandwidths ({device.source}); "
+        "kernels that read and write once, nothing overlapped. "
         "Activations are an estimate from one layer that was measured on an H200.",
         style="dim",
     )
@@ -150,7 +152,10 @@ def _exchange_table(plan: StepPlan) -> Any:
         ("all in a step", "", "", "", megabytes(total), milliseconds(sum(seconds.values())))
     )
     title = f"Exchanges of {plan.layout.name}: {plan.layout.tokens_local:,} tokens a rank"
-    headers = ("", "ranks", "in a step", "buffer of a rank", "leaves it", "each, " + _PREDICTED)
+    headers = (
+        *("", "\nranks", "in a\nstep", "buffer\nof a rank", "\nleaves it"),
+        f"each,\n{_PREDICTED}",
+    )
     return make_table(title, headers, rows)
 
 
@@ -159,16 +164,15 @@ def _memory_table(plan: StepPlan) -> Any:
 
     rows = [
         ("routed experts", gib(plan.expert_bytes)),
-        (
-            "all other weights, whole on every rank".replace("all ", ""),
-            gib(plan.other_weight_bytes),
-        ),
+        ("other weights, whole on every rank", gib(plan.other_weight_bytes)),
         ("the packed request", gib(plan.request_bytes)),
         ("activations", gib(plan.activation_bytes)),
         ("all", gib(plan.memory_bytes)),
         (f"of {plan.device.name}", gib(plan.device.memory_bytes)),
     ]
-    caption = "" if plan.fits else "[bold red]This does not fit.[/] Share the experts among more."
+    caption = (
+        "" if plan.fits else "[bold red]This does not fit.[/] Share the experts among more ranks."
+    )
     return make_table("Memory of the rank that has the most", ("", ""), rows, caption=caption)
 
 
@@ -192,34 +196,37 @@ def _time_table(plan: StepPlan, num_steps: int) -> Any:
     return make_table("One step", headers, rows, caption=caption)
 
 
-def _comparison(plans: list[StepPlan]) -> Any:
+def _comparisons(plans: list[StepPlan]) -> list[Any]:
+    """A column for each topology, as many in a table as 80 columns have room for."""
     from magi2.cli.tables import make_table
 
     fastest = min(plan.seconds for plan in plans)
-    rows = [
+    names = (
+        *("", "ranks", "tokens of a rank", "weights", "memory", "fits", "sent in a step"),
+        *("computing", "exchanges", "step", "times the fastest"),
+    )
+    columns = [
         (
+            f"{plan.layout.ulysses},{plan.layout.cfg},{plan.layout.expert}",
             str(plan.layout.world_size),
-            str(plan.layout.ulysses),
-            str(plan.layout.cfg),
-            str(plan.layout.expert),
             f"{plan.layout.tokens_local:,}",
-            f"{(plan.expert_bytes + plan.other_weight_bytes) / 2**30:,.2f}",
-            f"{plan.memory_bytes / 2**30:,.2f}",
+            f"{(plan.expert_bytes + plan.other_weight_bytes) / 2**30:,.2f} GiB",
+            f"{plan.memory_bytes / 2**30:,.2f} GiB",
             "yes" if plan.fits else "[bold red]no[/]",
-            f"{sum(e.count * e.sent_bytes for e in plan.exchanges) / 1e6:,.0f}",
-            f"{1e3 * sum(plan.component_seconds.values()):,.1f}",
-            f"{1e3 * sum(plan.exchange_seconds.values()):,.1f}",
-            f"{1e3 * plan.seconds:,.1f}",
+            f"{sum(e.count * e.sent_bytes for e in plan.exchanges) / 1e6:,.0f} MB",
+            f"{1e3 * sum(plan.component_seconds.values()):,.1f} ms",
+            f"{1e3 * sum(plan.exchange_seconds.values()):,.1f} ms",
+            f"{1e3 * plan.seconds:,.1f} ms",
             f"{plan.seconds / fastest:.2f}",
         )
         for plan in plans
     ]
-    headers = (
-        *("\nranks", "\nulysses", "\ncfg", "\nexperts", "tokens\nof a rank", "weights\nGiB"),
-        *("memory\nGiB", "\nfits", "sent in a\nstep, MB", "computing\nms", "exchanges\nms"),
-        *("step\nms", "of the\nfastest"),
-    )
-    return make_table("The busiest rank of each topology", headers, rows)
+    title = "The busiest rank of each topology: ulysses,cfg,experts"
+    tables = []
+    for start in range(0, len(columns), _COMPARED_SIDE_BY_SIDE):
+        headers, *rows = zip(names, *columns[start : start + _COMPARED_SIDE_BY_SIDE], strict=True)
+        tables.append(make_table(title, headers, rows))
+    return tables
 
 
 def _document(plan: StepPlan) -> dict[str, Any]:

@@ -83,8 +83,9 @@ def _make_bars(console: Console) -> Bars:
         MofNCompleteColumn(),
         TextColumn("{task.fields[pace]}"),
         TimeElapsedColumn(),
-        TextColumn("left"),
+        TextColumn("gone,"),
         TimeRemainingColumn(),
+        TextColumn("left"),
         console=console,
     )
 

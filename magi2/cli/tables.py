@@ -8,20 +8,25 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-# Tables are meant to be read in a log, too, where rich knows no width and would take 80.
-_MIN_WIDTH = 120
+# A log has no width of its own, and lines of it may be long; a terminal folds what is longer than
+# its lines, and every table fits one of 80 columns.
+_LOG_WIDTH, _MIN_WIDTH = 120, 80
 
 
 def make_console() -> Console:
-    """A console that is wide enough for the tables."""
+    """A console on standard output that is wide enough for the tables."""
     console = Console(highlight=False)
-    return Console(highlight=False, width=max(console.width, _MIN_WIDTH))
+    least = _MIN_WIDTH if console.is_terminal else _LOG_WIDTH
+    return Console(highlight=False, width=max(console.width, least))
 
 
 def make_table(
     title: str, headers: Sequence[str], rows: Iterable[Sequence[str]], *, caption: str = ""
 ) -> Table:
-    """The first column names, the others are numbers; a row that starts with "all" is a sum."""
+    """The first column names, and folds if it must; the others are numbers and never fold.
+
+    A row that starts with "all" is a sum.
+    """
     table = Table(
         title=title,
         box=SIMPLE_HEAD,
@@ -33,7 +38,7 @@ def make_table(
         show_header=any(headers),
     )
     for number, header in enumerate(headers):
-        table.add_column(header, justify="right" if number else "left", no_wrap=True)
+        table.add_column(header, justify="right" if number else "left", no_wrap=number > 0)
     for row in rows:
         table.add_row(*row, style="bold" if row[0].startswith("all") else None)
     return table

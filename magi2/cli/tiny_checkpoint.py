@@ -20,7 +20,10 @@ class Preset(str, Enum):
 
 
 def make_tiny_checkpoint(
-    folder: Annotated[Path, typer.Argument(help="Made if absent; must not hold a checkpoint yet.")],
+    folder: Annotated[
+        Path,
+        typer.Argument(metavar="FOLDER", help="Made if absent; must not hold a checkpoint yet."),
+    ],
     preset: Annotated[
         Preset,
         typer.Option(help="tiny: 8 attention heads, 4 of the mixture; tiny_uneven: 6 and 3."),

@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from magi2 import presets
+from magi2.cli import tables
 from magi2.cli.app import app
 from magi2.config import Magi2Config
 from magi2.encoders.features_file import load_text_features
@@ -97,13 +98,28 @@ def test_plan_of_the_larger_clip_has_its_documented_tokens():
 
 def test_plan_compares_topologies():
     shown = run("plan", "preview", "--compare", "8,1", "--compare", "4,2,4", "--compare", "1,1")
-    rows = [line.split() for line in shown.splitlines() if line.strip()[:2] in ("8 ", "1 ")]
-    assert [row[:5] for row in rows] == [
-        ["8", "8", "1", "4", "3,702"],
-        ["8", "4", "2", "4", "3,702"],
-        ["1", "1", "1", "1", "29,616"],
-    ]
-    assert [row[7] for row in rows] == ["yes", "yes", "no"]
+    rows = [line.split() for line in shown.splitlines()]
+    assert ["8,1,4", "4,2,4", "1,1,1"] in rows
+    assert ["tokens", "of", "a", "rank", "3,702", "3,702", "29,616"] in rows
+    assert ["fits", "yes", "yes", "no"] in rows
+    shown = run("plan", *("--compare", "8,1") * 5)
+    assert shown.count("The busiest rank") == 2  # four topologies side by side, and one
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("plan", "--ulysses-degree", 8, "--cfg-parallel-size", 2),
+        ("plan", "--resolution", "540p", *("--compare", "1,1") * 9),
+        ("inspect", "preview", "--ulysses-degree", 24, "--cfg-parallel-size", 2),
+    ],
+)
+def test_tables_fit_a_terminal_of_80_columns(arguments, monkeypatch):
+    monkeypatch.setattr(tables, "_LOG_WIDTH", 80)
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = run(*arguments).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "…" not in "".join(lines)  # which is what a column without room ends with
 
 
 @pytest.mark.parametrize(
