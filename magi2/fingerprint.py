@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 from collections.abc import Mapping
 
 import torch
@@ -18,6 +19,8 @@ from magi2.settings import SamplingSettings
 
 # Options that move the same bits in other ways.
 _SAME_BITS = ("qkv_head_shards", "output_head_shards")
+# Those of the model and of the solver.
+_PACKAGES = ("ulysses-comm", "diffusers")
 
 
 def common_facts(
@@ -38,6 +41,7 @@ def common_facts(
         "compile": request.compile,
         "deterministic": request.deterministic,
         "torch": torch.__version__,
+        **{package: _version(package) for package in _PACKAGES},
     }
     for name, value in dataclasses.asdict(request.options).items():
         if name not in _SAME_BITS:
@@ -61,6 +65,7 @@ def fingerprint_of(common: Mapping[str, str], inputs: Inputs, ranks: Ranks) -> d
     facts: dict[str, object] = {
         **common,
         "texts": inputs.texts_sha256(),
+        "images": len(inputs.images),
         "world_size": ranks.world_size,
         "ulysses_degree": topology.sequence_size,
         "cfg_parallel_size": topology.cfg_size,
@@ -80,6 +85,13 @@ def conditioning_sha256(conditioning: Conditioning) -> str:
         tensors[f"image {number}"] = image.latent
         tensors[f"special token {number}"] = image.special_token
     return tensors_sha256(tensors)
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # run from its source, perhaps
+        return "unknown"
 
 
 def _device_name(device: torch.device) -> str:

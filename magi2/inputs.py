@@ -110,13 +110,11 @@ def encode_inputs(
     Returns:
         Features as they are stored and image latents in float32, on the CPU.
     """
-    if inputs.features is not None:
-        prompt, negative = inputs.features
-    elif use_kept and kept_features.exists():
-        prompt, negative = load_text_features(kept_features)
-    else:
-        prompt, negative = _encode_texts(inputs, release, device)
-        save_text_features(kept_features, prompt, negative)
+    texts = inputs.features or (_load_kept(kept_features) if use_kept else None)
+    if texts is None:
+        texts = _encode_texts(inputs, release, device)
+        save_text_features(kept_features, *texts)
+    prompt, negative = texts
     latents = _encode_images(inputs, release, device)
     if negative is None or not settings.use_negative_prompt:
         negative = TextFeatures(features=prompt.features[:0])
@@ -129,6 +127,14 @@ def encode_inputs(
         ),
         use_images_without_prompt=settings.use_images_without_prompt,
     )
+
+
+def _load_kept(path: Path) -> tuple[TextFeatures, TextFeatures | None] | None:
+    """Features of an earlier run; None if the file is gone or damaged, as they can be made anew."""
+    try:
+        return load_text_features(path)
+    except ValueError:
+        return None
 
 
 def _read_texts(

@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+from PIL import Image
 
 from magi2 import inputs, pipeline
 from magi2.encoders.features_file import save_text_features
@@ -244,9 +245,11 @@ def test_a_run_that_goes_on_encodes_nothing_again(checkpoint, encoder, tmp_path,
     monkeypatch.setattr("magi2.media.preview.write_preview", lambda *args, **kwargs: [])
     parts = {"text_encoder": encoder}
 
-    def go_on(prompt, progress=None):
+    def go_on(prompt, progress=None, parts=parts, images=()):
         settings = {"use_negative_prompt": False}
-        wanted = runs.request(tmp_path, prompt=prompt, settings=settings, resume=True)
+        wanted = runs.request(
+            tmp_path, prompt=prompt, images=images, settings=settings, resume=True
+        )
         return generate(checkpoint, wanted, parts=parts, device="cpu", progress=progress)
 
     with pytest.raises(KeyboardInterrupt):
@@ -254,7 +257,31 @@ def test_a_run_that_goes_on_encodes_nothing_again(checkpoint, encoder, tmp_path,
     monkeypatch.setattr(inputs, "load_text_encoder", None)
     with pytest.raises(ValueError, match=r"texts: .* there, .* now"):
         go_on("the mat")
+    images = (tmp_path / "image.png",)
+    Image.new("RGB", (32, 32)).save(images[0])
+    with pytest.raises(ValueError, match=r"images: 0 there, 1 now"):
+        go_on("the cat", parts={**parts, "video_vae": tmp_path}, images=images)
     assert go_on("the cat").resumed_from == 2
+
+
+@pytest.mark.parametrize("content", [None, b"damaged"])
+def test_features_that_were_lost_are_made_anew(checkpoint, encoder, tmp_path, monkeypatch, content):
+    monkeypatch.setattr("magi2.media.preview.write_preview", lambda *args, **kwargs: [])
+    wanted = {"prompt": "the cat", "settings": {"use_negative_prompt": False}}
+    parts = {"text_encoder": encoder}
+    with pytest.raises(KeyboardInterrupt):
+        generate(
+            checkpoint, runs.request(tmp_path, **wanted), parts=parts, device="cpu",
+            progress=runs.StopAt(2),
+        )  # fmt: skip
+    kept = tmp_path / "text_features.safetensors"
+    before = kept.read_bytes()
+    kept.unlink()
+    if content:
+        kept.write_bytes(content)
+    wanted = runs.request(tmp_path, resume=True, **wanted)
+    assert generate(checkpoint, wanted, parts=parts, device="cpu").resumed_from == 2
+    assert kept.read_bytes() == before
 
 
 def test_a_prompt_is_encoded_and_its_features_kept(checkpoint, encoder, tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 
+import diffusers
 import pytest
 import torch
 import torch.distributed as dist
@@ -164,6 +165,9 @@ def stopped(checkpoint, output):
 def test_another_run_is_not_gone_on_with(checkpoint, tmp_path, monkeypatch):
     stopped(checkpoint, tmp_path)
     before = (tmp_path / STATE).read_bytes()
+    versions = load_state(tmp_path / STATE).fingerprint
+    assert versions["torch"] == torch.__version__
+    assert versions["diffusers"] == diffusers.__version__
     # Found out before weights are read.
     monkeypatch.setattr(pipeline, "load_checkpoint", None)
     other = runs.make_checkpoint(tmp_path.parent / "other", alpha_init=0.02)
