@@ -18,6 +18,9 @@ import torch
 from magi2.checks import is_finite_number, parse_json, whole_numbers
 
 NUM_MODALITIES = 3
+# Far beyond any model; what is larger would keep this program busy for hours before it fails.
+_LARGEST = 1 << 20
+_MOST_LAYERS = 1000
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -116,8 +119,8 @@ class Magi2Config:
     moe: MoeConfig
 
     def __post_init__(self) -> None:
+        _check_positive("num_layers", self.num_layers, _MOST_LAYERS)
         for name in (
-            "num_layers",
             "hidden_size",
             "head_dim",
             "num_kv_heads",
@@ -352,9 +355,11 @@ class _Reader:
             )
 
 
-def _check_positive(name: str, value: object) -> None:
+def _check_positive(name: str, value: object, largest: int = _LARGEST) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name}={value!r}: expected a positive integer.")
+    if value > largest:
+        raise ValueError(f"{name}={value}: expected at most {largest}. The file is damaged.")
 
 
 def _check_number(name: str, value: object) -> None:
