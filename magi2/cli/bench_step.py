@@ -134,7 +134,9 @@ def bench_step(
     Of several ranks the slowest counts in every step. The default size is the released 272p clip.
     """
     import torch
+    from rich.console import Console
 
+    from magi2.cli.progress import ConsoleProgress
     from magi2.launch import ParallelSizes
     from magi2.options import Options
     from magi2.timing.bench import BenchRequest
@@ -169,6 +171,8 @@ def bench_step(
         device=device,
         backend=backend,
         timeout=timedelta(seconds=timeout),
+        # Lines on a terminal too: a bar is drawn by a thread, beside what is timed.
+        progress=ConsoleProgress(Console(stderr=True, highlight=False, force_terminal=False)),
     )
     if result.is_first:
         _report(result, request, source, output, draws=not no_picture)

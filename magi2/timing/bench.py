@@ -11,7 +11,7 @@ import zlib
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -38,6 +38,16 @@ if TYPE_CHECKING:
 # Weights of these names are small offsets and gains; all others are matrices.
 _SMALL = re.compile(r"(norm(_video|_audio)?\.weight|sinks|mhc_(alpha|bias)_\w+|bias(_ema)?)$")
 _INPUT_MAJOR = re.compile(r"(moe_mlp\.W_\w+|mhc_phi_fused_\w+)$")
+
+
+class Watcher(Protocol):
+    """Who is told how a benchmark goes on."""
+
+    def phase(self, text: str) -> None:
+        """Hear what begins now."""
+
+    def step(self, done: int, total: int, seconds: float) -> None:
+        """Hear that a step is done, and how long it took."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +114,7 @@ def bench_step(
     device: str | None = None,
     backend: str | None = None,
     timeout: timedelta = DEFAULT_TIMEOUT,
+    progress: Watcher | None = None,
 ) -> BenchResult:
     """Run the request's steps on all ranks together and time them.
 
@@ -114,12 +125,13 @@ def bench_step(
         device: "cpu", "cuda" or "musa"; None for what the machine has.
         backend: Of torch.distributed; None for the one that fits.
         timeout: How long a rank waits for others.
+        progress: Told of phases and steps on the first rank, between the steps that are timed.
 
     Raises:
         ValueError: If the model cannot run so.
         RankFailedError: On several processes, whatever ended the run.
     """
-    bench = _Bench(request)
+    bench = _Bench(request, progress)
     with deterministic_mode(request.deterministic):
         return run_on_ranks(
             bench.on_rank,
@@ -156,21 +168,35 @@ def fill_randomly(model: Magi2Transformer, seed: int) -> None:
 class _Bench:
     """One benchmark in this process, for one rank or for all simulated ones."""
 
-    def __init__(self, request: BenchRequest) -> None:
+    def __init__(self, request: BenchRequest, progress: Watcher | None) -> None:
         self.request = request
+        self._progress = progress
         self._compiler: RegionCompiler | None = None  # of all simulated ranks
 
     def on_rank(self, ranks: Ranks) -> BenchResult:
-        request = self.request
+        request, told = self.request, self._progress if ranks.is_first else None
+        if told is not None:
+            told.phase("making weights" if request.checkpoint is None else "loading weights")
         model, timer = self._model(ranks), StepTimer(ranks.device)
+
+        def on_step(state: object) -> None:
+            record = timer.end_step()
+            if told is not None:
+                told.step(len(timer.records), request.num_steps, record.seconds)
+                timer.start()  # no step holds the telling
+
         settings = SamplingSettings(num_inference_steps=request.num_steps)
         with timer.on(model):
             denoiser = Denoiser(model, request.geometry, self._conditioning(ranks.device))
             config = request.config
             channels = config.video_channels, config.audio_channels
             noise = draw_noise(request.geometry, *channels, request.seed, ranks.device)
+            if told is not None:
+                told.phase(
+                    f"timing {request.num_steps} steps of {denoiser.layout.num_tokens:,} tokens"
+                )
             timer.start()
-            sample(denoiser, SamplerState.start(*noise), settings, timer.on_step)
+            sample(denoiser, SamplerState.start(*noise), settings, on_step)
         everyone = gather_records(timer.records)
         summary = summarise(everyone, simulated=ranks.launcher == "simulated")
         facts = self._facts(ranks, denoiser.layout.num_tokens, denoiser.plan.sequence.split_sizes)

@@ -55,6 +55,9 @@ def _draw_steps(axes: Any, summary: TimingSummary) -> None:
     # Compiling may take a thousand steps' time: the others would be one flat line.
     if max(slow) > 5 * mean:
         axes.set_yscale("log")
+        formatter = require("matplotlib.ticker", "drawing the steps").LogFormatter
+        axes.yaxis.set_major_formatter(formatter())  # plain numbers rather than powers of ten
+        axes.yaxis.set_minor_formatter(formatter(minor_thresholds=(2, 0.5)))
     else:
         axes.set_ylim(bottom=0, top=1.25 * max(slow))
     axes.xaxis.get_major_locator().set_params(integer=True)

@@ -46,6 +46,9 @@ def test_command_writes_its_numbers_and_draws_them(tmp_path):
     shown = run(checkpoint, *SMALL, "--simulate", 2, "--output", tmp_path / "out")
     assert "2 simulated ranks" in shown
     assert "take turns" in shown
+    assert shown.count("loading weights") == 1  # the first rank speaks
+    assert "timing 4 steps of 56 tokens" in shown
+    assert "step 4/4" in shown
     document = json.loads((tmp_path / "out" / "steps.json").read_text())
     summary = TimingSummary.from_json(json.dumps(document["summary"]))
     assert (summary.num_ranks, summary.simulated) == (2, True)
