@@ -77,6 +77,8 @@ def generate(
     given += ["--text-features"] if text_features is not None else []
     if len(given) > 1:
         raise ValueError(f"{' and '.join(given)} are two prompts of one clip: expected one.")
+    if negative_prompt_file is not None:
+        _check_negative_prompt(no_negative_prompt, prompt is not None or prompt_file is not None)
     if compile_static and compile_dynamic:
         raise ValueError("--compile and --compile-dynamic contradict each other: expected one.")
     if prompt_file is not None:
@@ -133,6 +135,19 @@ def generate(
     )
     if result.is_first:
         _report(result, print_hashes)
+
+
+def _check_negative_prompt(is_off: bool, has_prompt: bool) -> None:
+    """Refuse a file that would be passed over without a word."""
+    if is_off:
+        raise ValueError(
+            "--negative-prompt-file and --no-negative-prompt contradict each other: expected one."
+        )
+    if not has_prompt:
+        raise ValueError(
+            "--negative-prompt-file is encoded together with a prompt: expected --prompt or "
+            "--prompt-file beside it. Text features hold those of a negative prompt already."
+        )
 
 
 def _run(

@@ -88,6 +88,11 @@ def test_the_first_run_of_the_documents_leaves_what_they_say(tmp_path, monkeypat
         (["--prompt", "a", "--prompt-file", "b"], "--prompt and --prompt-file are two prompts"),
         (["--prompt-file", "/nowhere/prompt.txt"], "/nowhere/prompt.txt cannot be read"),
         (["--compile", "--compile-dynamic"], "contradict each other"),
+        (["--negative-prompt-file", "x"], "is encoded together with a prompt"),
+        (
+            ["--prompt", "a cat", "--negative-prompt-file", "x", "--no-negative-prompt"],
+            "--negative-prompt-file and --no-negative-prompt contradict",
+        ),
         (["--threads", "0"], "--threads 0"),
         (["--threads", "1000000000000"], "--threads 1000000000000"),
         (["--timeout", "0"], "--timeout 0"),
