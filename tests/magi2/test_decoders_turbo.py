@@ -183,6 +183,13 @@ def test_bytes_are_truncated_and_clamped():
     assert to_bytes(pixels)[0, 0, :, 0].tolist() == [0, 0, 127, 254, 255, 255]
 
 
+def test_nan_is_not_shown_as_black():
+    pixels = torch.zeros(3, 1, 1, 2)
+    pixels[1, 0, 0, 1] = float("nan")
+    with pytest.raises(RuntimeError, match=r"hold NaN.*latents\.safetensors"):
+        to_bytes(pixels)
+
+
 def test_denormalisation_divides_by_the_rounded_inverse():
     z = torch.randn(48, 2, 8, 8, generator=torch.Generator().manual_seed(0))
     mean = torch.tensor(WAN22_STATISTICS.mean).view(48, 1, 1, 1)
