@@ -37,7 +37,7 @@ def bench_step(
     ] = None,
     random_weights: Annotated[
         bool,
-        typer.Option("--random-weights", help="Of a checkpoint, too.", rich_help_panel=_RUN),
+        typer.Option("--random-weights", help="Do not read a checkpoint's.", rich_help_panel=_RUN),
     ] = False,
     seed: Annotated[
         int, typer.Option(min=0, help="Of weights and inputs.", rich_help_panel=_RUN)

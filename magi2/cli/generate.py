@@ -64,8 +64,8 @@ def generate(
 ) -> None:
     """Make one clip: video and sound, or their latents and a preview where decoders are missing.
 
-    Runs on the ranks that torchrun or mpirun started, on simulated ones, or alone. Exits with 0 if
-    the clip is there, with 1 if not.
+    Runs on ranks that torchrun or mpirun started, on simulated ones, or alone.
+    Exits with 0 if the clip is there, with 1 if not.
     """
     from magi2.generate_request import GenerateRequest
     from magi2.geometry import PRESETS
@@ -197,7 +197,7 @@ def _run(
         if saved and (request.output / STATE_NAME).exists():
             typer.echo(
                 f"magi2 generate: step {saved} is saved in {request.output}. The same command with "
-                "--resume goes on from there.",
+                f"--resume{' instead of --overwrite' * request.overwrite} goes on from there.",
                 err=True,
             )
         raise

@@ -74,27 +74,46 @@ NoNegativePrompt = Annotated[
 ]
 Image = Annotated[
     list[Path] | None,
-    typer.Option(help="Reference image; may be repeated.", rich_help_panel=_PROMPT),
+    typer.Option(
+        # Any longer, and 80 columns have no room for the longest name.
+        metavar="<path>",
+        help="Reference image; may be repeated.",
+        rich_help_panel=_PROMPT,
+    ),
 ]
 ResolutionName = Annotated[
     Resolution, typer.Option(help="448 x 256 or 896 x 512 pixels.", rich_help_panel=_SIZE)
 ]
-Width = Annotated[int | None, typer.Option(help="Pixels, a multiple of 16.", rich_help_panel=_SIZE)]
+Width = Annotated[
+    int | None,
+    typer.Option(
+        help="Pixels, a multiple of 16.", show_default="the resolution's", rich_help_panel=_SIZE
+    ),
+]
 Height = Annotated[
-    int | None, typer.Option(help="Pixels, a multiple of 16.", rich_help_panel=_SIZE)
+    int | None,
+    typer.Option(
+        help="Pixels, a multiple of 16.", show_default="the resolution's", rich_help_panel=_SIZE
+    ),
 ]
 NumFrames = Annotated[
     int | None,
-    typer.Option(help="One more than a multiple of 4.", rich_help_panel=_SIZE),
+    typer.Option(help="One more than a multiple of 4; 12.5 are a second.", rich_help_panel=_SIZE),
 ]
 Seconds = Annotated[
     float | None,
     typer.Option(help="Length instead of --num-frames.", show_default="10", rich_help_panel=_SIZE),
 ]
 NumInferenceSteps = Annotated[
-    int | None, typer.Option(show_default="the checkpoint's", rich_help_panel=_SIZE)
+    int | None,
+    typer.Option(
+        help="From noise to the clip.", show_default="the checkpoint's", rich_help_panel=_SIZE
+    ),
 ]
-Seed = Annotated[int | None, typer.Option(show_default="the checkpoint's", rich_help_panel=_SIZE)]
+Seed = Annotated[
+    int | None,
+    typer.Option(help="Of the noise.", show_default="the checkpoint's", rich_help_panel=_SIZE),
+]
 Shift = Annotated[
     float | None,
     typer.Option(
@@ -104,10 +123,18 @@ Shift = Annotated[
     ),
 ]
 VideoGuidanceScale = Annotated[
-    float | None, typer.Option(show_default="the checkpoint's", rich_help_panel=_SIZE)
+    float | None,
+    typer.Option(
+        help="How much the video leans on the prompt.",
+        show_default="the checkpoint's",
+        rich_help_panel=_SIZE,
+    ),
 ]
 AudioGuidanceScale = Annotated[
-    float | None, typer.Option(show_default="the checkpoint's", rich_help_panel=_SIZE)
+    float | None,
+    typer.Option(
+        help="How much the sound does.", show_default="the checkpoint's", rich_help_panel=_SIZE
+    ),
 ]
 Simulate = Annotated[
     int | None,

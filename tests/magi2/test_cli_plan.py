@@ -142,6 +142,16 @@ def test_commands_refuse_with_a_line_that_says_why(arguments, message):
     assert shown.startswith(f"magi2 {arguments[0]}: ")
 
 
+@pytest.mark.parametrize(
+    "command", ["bench-step", "generate", "inspect", "make-tiny-checkpoint", "plan"]
+)
+def test_help_names_every_option_whole_in_80_columns(command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = run(command, "--help")
+    assert "--help" in shown
+    assert "…" not in shown  # which is what a name without room ends with
+
+
 def test_config_files_are_read(tmp_path):
     path = tmp_path / "one.json"
     path.write_text(json.dumps(presets.tiny().to_dict()))

@@ -65,8 +65,8 @@ def demo(
 ) -> None:
     """Run a released encoder's attention through the exchanges and compare with one rank.
 
-    Exits with 0 if every check holds, with 1 if one does not. With --backend gloo it starts its
-    own processes, or takes the ranks that torchrun started.
+    Exits with 0 if every check holds, with 1 if one does not.
+    With --backend gloo it starts processes, or takes the ranks of torchrun.
     """
     try:
         plan = make_plan(
@@ -95,8 +95,8 @@ def doctor(
 ) -> None:
     """Show what this machine offers, what would be chosen, and whether small exchanges work.
 
-    Exits with 0 if none fails, with 1 if one does. On ranks that torchrun or mpirun started they
-    exchange with one another.
+    Exits with 0 if none fails, with 1 if one does.
+    On ranks that torchrun or mpirun started they exchange with one another.
     """
     from ulysses_comm import doctor
 
