@@ -8,6 +8,7 @@ import torch
 
 from magi2.ops.attention_backends import check_attention_backend
 from magi2.ops.backend import MOE_BACKENDS
+from magi2.ops.stream_backend import MHC_BACKENDS
 from magi2.ops.token_permute import SUM_ORDERS
 
 ROUTER_BIASES = ("ema", "raw")
@@ -22,6 +23,10 @@ _HEAD_SHARDS_BY_DEVICE = {"cpu": True, "cuda": True, "musa": True}
 # (n - 1) / n of its rows with n the sequence's ranks, not the run's: more, in more and smaller
 # messages, over the links to all ranks. On only where that is known to be used, which is MUSA.
 _REPLICATED_EXCHANGE_BY_DEVICE = {"musa": True}
+
+# Whether the streams are projected to logits by one product for each stream, instead of a long one
+# with 24 columns. On only where that is known to be used, which is MUSA.
+_LOGITS_BY_STREAM_BY_DEVICE = {"musa": True}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +50,11 @@ class Options:
             Triton on a GPU while no gradient is recorded. Float32 sums differ in their order.
         attention_backend: What runs the attention, as `magi2.ops.attention_backends` lists them;
             "auto" for what fits the device. Sums differ in their order.
+        mhc_backend: What runs the hyper-connections: "torch", "triton", or "auto" for Triton where
+            it was measured to be faster and no gradient is recorded. Mixing has the same bits, the
+            sums behind the maps another order.
+        logits_by_stream: Whether their torch form projects each stream by itself and adds the
+            results in float32; None for the device's default. Sums differ in their order.
     """
 
     route_sum: str = "choice"
@@ -54,6 +64,8 @@ class Options:
     replicated_expert_exchange: bool | None = None
     moe_backend: str = "auto"
     attention_backend: str = "auto"
+    mhc_backend: str = "auto"
+    logits_by_stream: bool | None = None
 
     def __post_init__(self) -> None:
         if self.route_sum not in SUM_ORDERS:
@@ -63,7 +75,14 @@ class Options:
         if self.moe_backend not in MOE_BACKENDS:
             raise ValueError(f"moe_backend={self.moe_backend!r}: expected one of {MOE_BACKENDS}.")
         check_attention_backend(self.attention_backend)
-        for name in ("qkv_head_shards", "output_head_shards", "replicated_expert_exchange"):
+        if self.mhc_backend not in MHC_BACKENDS:
+            raise ValueError(f"mhc_backend={self.mhc_backend!r}: expected one of {MHC_BACKENDS}.")
+        for name in (
+            "qkv_head_shards",
+            "output_head_shards",
+            "replicated_expert_exchange",
+            "logits_by_stream",
+        ):
             value = getattr(self, name)
             if value is not None and not isinstance(value, bool):
                 raise ValueError(
@@ -85,6 +104,14 @@ def replicated_exchange_by_default(device: torch.device | str | None) -> bool:
     Devices as in `head_shards_by_default`.
     """
     return _REPLICATED_EXCHANGE_BY_DEVICE.get(_kind_of(device), False)
+
+
+def logits_by_stream_by_default(device: torch.device | str | None) -> bool:
+    """Whether modules on this device project each stream by itself when nobody says.
+
+    Devices as in `head_shards_by_default`.
+    """
+    return _LOGITS_BY_STREAM_BY_DEVICE.get(_kind_of(device), False)
 
 
 def _kind_of(device: torch.device | str | None) -> str:

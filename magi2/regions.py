@@ -29,7 +29,6 @@ from magi2.modules.experts import RoutedExperts
 from magi2.modules.modality import ModalityOrder
 from magi2.modules.moe import MultiHeadMoe
 from magi2.modules.request import RequestPlan
-from magi2.ops.stream_mix import hyper_connect_torch, mix_streams_torch
 from magi2.transformer import Magi2Transformer
 
 REGIONS = ("adapter-in", "attention-in", "dense-out", "moe-in", "moe-out", "adapter-out")
@@ -169,7 +168,7 @@ def attention_in(
     _pin_streams(layer, x_TSC)
     _pin(plan.rotary, 6 * (attention.head_dim // 8))
     maps = layer.maps("attn", x_TSC, plan.order.group_sizes)
-    qkv, gate = attention.project(mix_streams_torch(x_TSC, maps.pre), plan)
+    qkv, gate = attention.project(layer.mix(x_TSC, maps.pre), plan)
     return qkv, gate, maps.post, maps.res
 
 
@@ -205,7 +204,7 @@ def moe_in(
     assert isinstance(mlp, MultiHeadMoe)
     x_TSC = _attention_out(layer, x_TSC, out, gate_TH, post_TS, res_TSS, plan)
     maps = layer.maps("mlp", x_TSC, plan.order.group_sizes)
-    split, common = mlp.project(mix_streams_torch(x_TSC, maps.pre), plan)
+    split, common = mlp.project(layer.mix(x_TSC, maps.pre), plan)
     return x_TSC, split, common, maps.post, maps.res
 
 
@@ -225,7 +224,7 @@ def moe_out(
     _pin(routed, mlp.split_linear.weight.shape[0])
     _pin(common_TC, _hidden_size(layer))
     y_TC = mlp.output(routed, common_TC, plan)
-    return hyper_connect_torch(x_TSC, y_TC, post_TS, res_TSS)
+    return layer.hyper_connect(x_TSC, y_TC, post_TS, res_TSS)
 
 
 def _attention_out(
@@ -240,7 +239,7 @@ def _attention_out(
     _pin_streams(layer, x_TSC, post_TS, res_TSS)
     _pin(gate_TH, layer.attention.num_heads)
     y_TC = layer.attention.output(out, gate_TH, plan)
-    return hyper_connect_torch(x_TSC, y_TC, post_TS, res_TSS)
+    return layer.hyper_connect(x_TSC, y_TC, post_TS, res_TSS)
 
 
 def _hidden_size(layer: TransformerLayer) -> int:

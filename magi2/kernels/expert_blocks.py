@@ -84,6 +84,21 @@ def multiply(a, b, accumulator, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
+def split_product(x, matrix, total, INTERPRETED: tl.constexpr):
+    """`total + x @ matrix` with bfloat16 x and float32 matrix, smallest parts first.
+
+    A float32 number is the exact sum of three bfloat16 ones, so all products are exact.
+    """
+    hi = narrow(matrix, tl.bfloat16, INTERPRETED)
+    rest = matrix - widen(hi, INTERPRETED)
+    mid = narrow(rest, tl.bfloat16, INTERPRETED)
+    lo = narrow(rest - widen(mid, INTERPRETED), tl.bfloat16, INTERPRETED)
+    total = multiply(x, lo, total, INTERPRETED)
+    total = multiply(x, mid, total, INTERPRETED)
+    return multiply(x, hi, total, INTERPRETED)
+
+
+@triton.jit
 def activate(gate, up):
     """swiglu7 of float32 tiles. Selections rather than minima: a NaN stays one."""
     gate = tl.where(gate > 7.0, 7.0, gate)

@@ -19,7 +19,7 @@ token always differ and are always experts.
 import triton
 import triton.language as tl
 
-from magi2.kernels.expert_blocks import multiply, narrow, widen
+from magi2.kernels.expert_blocks import multiply, split_product
 
 _TAKEN = tl.constexpr(-(2**31))  # below the key of every score, -inf included
 _NAN = tl.constexpr(2**31 - 1)
@@ -31,18 +31,6 @@ def _key(score):
     bits = (score + 0.0).to(tl.int32, bitcast=True)  # + 0.0: -0.0 becomes 0.0
     key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     return tl.where(score == score, key, _NAN)
-
-
-@triton.jit
-def _split_product(x, gate, total, INTERPRETED: tl.constexpr):
-    """`total + x @ gate` with bfloat16 x and float32 gate, smallest parts first."""
-    hi = narrow(gate, tl.bfloat16, INTERPRETED)
-    rest = gate - widen(hi, INTERPRETED)
-    mid = narrow(rest, tl.bfloat16, INTERPRETED)
-    lo = narrow(rest - widen(mid, INTERPRETED), tl.bfloat16, INTERPRETED)
-    total = multiply(x, lo, total, INTERPRETED)
-    total = multiply(x, mid, total, INTERPRETED)
-    return multiply(x, hi, total, INTERPRETED)
 
 
 @triton.jit
@@ -74,7 +62,7 @@ def _product(
         mask = inside[:, None] & (expert < EXPERTS)[None, :]
         b = tl.load(router[None, :] + column[:, None], mask=mask, other=0.0)
         if x.dtype.element_ty == tl.bfloat16:
-            logits = _split_product(a, b, logits, INTERPRETED)
+            logits = split_product(a, b, logits, INTERPRETED)
         else:
             logits = multiply(a.to(tl.float32), b, logits, INTERPRETED)
     return logits

@@ -20,7 +20,7 @@ class TransformerLayer(HyperConnections):
 
     Args:
         config: The model's.
-        options: Passed to the branches.
+        options: Passed to the hyper-connections and the branches.
         topology: Passed to the branches.
         layer: Index of the layer; says how many weight sets it has and which MLP.
         device: Of the weights.
@@ -35,7 +35,7 @@ class TransformerLayer(HyperConnections):
         device: torch.device | str | None,
     ) -> None:
         num_modalities = config.num_modalities(layer)
-        super().__init__(config, num_modalities, device)
+        super().__init__(config, num_modalities, device, options)
         self.attention = Attention(config, options, topology, num_modalities, device)
         self.mlp: MultiHeadMoe | DenseMlp
         if layer in config.moe.layers:

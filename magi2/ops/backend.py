@@ -137,10 +137,24 @@ def run_experts(
     return sum_routes_torch(routes_THKD, choice_HTK, route_sum)
 
 
-def _obstacle(
-    x: torch.Tensor, weights: Sequence[torch.Tensor], num_experts: int, *, explicit: bool
+def device_obstacle(x: torch.Tensor, *, explicit: bool) -> str | None:
+    """Why no Triton kernel can run where x is, or None; `explicit` as in `tensor_obstacle`."""
+    kind = x.device.type
+    if kind in ACCELERATORS or (explicit and kind == "cpu" and _interpreted()):
+        return None
+    return f"x is on {x.device}, and Triton serves {' and '.join(ACCELERATORS)}"
+
+
+def triton_obstacle() -> str | None:
+    """Why Triton does not import here, or None."""
+    missing: str | None = _missing_triton()
+    return missing
+
+
+def tensor_obstacle(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], *, explicit: bool
 ) -> str | None:
-    """Why Triton cannot do this, or None.
+    """Why no Triton kernel can take these tensors, whatever the kernel does, or None.
 
     `explicit` is set where the caller insists on Triton: only then does the interpreter, which is
     a debugging aid, count for tensors on a CPU.
@@ -157,6 +171,16 @@ def _obstacle(
             return f"{type(tensor).__name__} is a tensor subclass, which may hold no memory"
     if x.dtype not in fused_experts.DTYPES:
         return f"x is {x.dtype}, and the kernels take {fused_experts.DTYPES}"
+    return triton_obstacle()
+
+
+def _obstacle(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], num_experts: int, *, explicit: bool
+) -> str | None:
+    """Why Triton cannot do this, or None; `explicit` as in `tensor_obstacle`."""
+    obstacle = tensor_obstacle(x, weights, explicit=explicit)
+    if obstacle is not None:
+        return obstacle
     if len(weights) == 3:
         for weight in weights:
             if weight.dtype != x.dtype or not weight.is_contiguous():
@@ -165,8 +189,7 @@ def _obstacle(
         return f"{num_experts} experts a head are more than {fused_router.MAX_EXPERTS}"
     if x.shape[2] > 1 and x.stride(2) != 1:
         return f"x has strides {x.stride()}, and the kernels read adjacent channels"
-    missing: str | None = _missing_triton()
-    return missing
+    return None
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
