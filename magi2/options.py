@@ -8,6 +8,7 @@ import torch
 
 from magi2.ops.attention_backends import check_attention_backend
 from magi2.ops.backend import MOE_BACKENDS
+from magi2.ops.head_backend import check_qkv_backend
 from magi2.ops.stream_backend import MHC_BACKENDS
 from magi2.ops.token_permute import SUM_ORDERS
 
@@ -50,6 +51,9 @@ class Options:
             Triton on a GPU while no gradient is recorded. Float32 sums differ in their order.
         attention_backend: What runs the attention, as `magi2.ops.attention_backends` lists them;
             "auto" for what fits the device. Sums differ in their order.
+        qkv_backend: What runs the elementwise work around the attention (norms, rotation and send
+            layout of q, k and v; the sinks' part; gather and gates): "torch", "triton", or "auto"
+            for Triton where that was measured to be faster.
         mhc_backend: What runs the hyper-connections: "torch", "triton", or "auto" for Triton where
             it was measured to be faster and no gradient is recorded. Mixing has the same bits, the
             sums behind the maps another order.
@@ -64,6 +68,7 @@ class Options:
     replicated_expert_exchange: bool | None = None
     moe_backend: str = "auto"
     attention_backend: str = "auto"
+    qkv_backend: str = "auto"
     mhc_backend: str = "auto"
     logits_by_stream: bool | None = None
 
@@ -75,6 +80,7 @@ class Options:
         if self.moe_backend not in MOE_BACKENDS:
             raise ValueError(f"moe_backend={self.moe_backend!r}: expected one of {MOE_BACKENDS}.")
         check_attention_backend(self.attention_backend)
+        check_qkv_backend(self.qkv_backend)
         if self.mhc_backend not in MHC_BACKENDS:
             raise ValueError(f"mhc_backend={self.mhc_backend!r}: expected one of {MHC_BACKENDS}.")
         for name in (

@@ -13,13 +13,14 @@ import torch
 from torch import nn
 
 from magi2.config import Magi2Config
-from magi2.modules.linear import GroupedLinear, GroupedNorm
+from magi2.modules.linear import NORM_EPS, GroupedLinear, GroupedNorm
 from magi2.modules.request import RequestPlan
 from magi2.ops.attention_backends import attend_with_sinks, choose_attention
-from magi2.ops.rotary import apply_rotary_torch
+from magi2.ops.attention_heads import rotated_heads_torch
+from magi2.ops.head_backend import choose_heads, gate_heads, store_heads
 from magi2.options import Options, head_shards_by_default
 from magi2.topology import Topology, usable_group_sizes
-from ulysses_comm import flatten_head_shards, pack_head_shards, pin_head_layout
+from ulysses_comm import pack_head_shards, pin_head_layout
 
 
 class Attention(nn.Module):
@@ -60,7 +61,7 @@ class Attention(nn.Module):
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.head_dim = config.head_dim
         self.softcap = config.attention_softcap
-        self.attention_backend = options.attention_backend
+        self.attention_backend, self.qkv_backend = options.attention_backend, options.qkv_backend
         self.dtype = config.dtype
         hidden, head_dim, groups = config.hidden_size, config.head_dim, num_modalities
         qkv_features = (self.num_heads + 2 * self.num_kv_heads) * head_dim
@@ -103,12 +104,16 @@ class Attention(nn.Module):
         sizes = plan.order.group_sizes
         x = self.pre_norm(u_TC, sizes)
         gate_TH = self.linear_g(x, sizes)
-        qkv = self.linear_qkv(x, sizes).unflatten(1, (-1, self.head_dim))
-        q, k, v = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
-        ungroup, rotary = plan.order.ungroup, plan.rotary
-        q = apply_rotary_torch(ungroup(self.q_norm(q, sizes)), rotary).to(self.dtype)
-        k = apply_rotary_torch(ungroup(self.k_norm(k, sizes)), rotary).to(self.dtype)
-        qkv_heads = [q, k, ungroup(v)]
+        qkv_TF = self.linear_qkv(x, sizes)
+        q_weight, k_weight = (
+            norm.weight.unflatten(0, (-1, self.head_dim)) for norm in (self.q_norm, self.k_norm)
+        )
+        arguments = (qkv_TF, q_weight, k_weight, sizes, plan.order.inverse, plan.rotary)
+        heads = self.num_heads, self.num_kv_heads
+        if choose_heads(self.qkv_backend, "store", qkv_TF, [q_weight, k_weight]).name == "triton":
+            # Stored in the send buffer to begin with, whichever layout was asked for.
+            return store_heads(*arguments, *heads, NORM_EPS, self.world_size), gate_TH
+        qkv_heads = rotated_heads_torch(*arguments, *heads, NORM_EPS)
         if self.qkv_head_shards:
             qkv_heads = pack_head_shards(qkv_heads, self.world_size)
         return qkv_heads, gate_TH
@@ -119,7 +124,14 @@ class Attention(nn.Module):
         """Attention of this rank's heads, with their sinks, over whole sequences."""
         sinks = plan.sink_totals.of(self, self.sinks, self.rank, self.world_size)
         return attend_with_sinks(
-            q_NhD, k_NgD, v_NgD, plan.packed, sinks, self.softcap, self.attention_backend
+            q_NhD,
+            k_NgD,
+            v_NgD,
+            plan.packed,
+            sinks,
+            self.softcap,
+            self.attention_backend,
+            self.qkv_backend,
         )
 
     def explain(self, q_NhD: torch.Tensor, k_NgD: torch.Tensor, v_NgD: torch.Tensor) -> str:
@@ -144,10 +156,6 @@ class Attention(nn.Module):
             (T, C) in modality order.
         """
         pin_head_layout(out, self.num_heads, self.head_dim, self.world_size)
-        # Gathered first: the copy that brings rows into modality order also flattens the shards.
-        out_THD = plan.order.group(out)
-        if out_THD.dim() == 4:
-            out_THD = flatten_head_shards(out_THD)
-        gated = (out_THD * torch.sigmoid(gate_TH).unsqueeze(-1)).flatten(1)
+        gated = gate_heads(out, plan.order.permutation, gate_TH, self.qkv_backend)
         projected: torch.Tensor = self.linear_proj(gated, plan.order.group_sizes)
         return projected

@@ -17,13 +17,15 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from magi2.ops import attention_kernels as kernels
 from magi2.ops.attention import packed_attention_torch, sink_weights_torch
+from magi2.ops.attention_heads import weigh_heads_triton
+from magi2.ops.head_backend import choose_heads
 from magi2.ops.packed_sequences import PackedSequences
 from ulysses_comm.hardware import Choice
 
@@ -205,6 +207,7 @@ def attend_with_sinks(
     sink_total_H: torch.Tensor,
     softcap: float = 0.0,
     backend: str = "auto",
+    weigh: str = "auto",
 ) -> torch.Tensor:
     """Attention inside each sequence, in whose softmax sinks without values take part.
 
@@ -216,6 +219,8 @@ def attend_with_sinks(
         sink_total_H: (heads,) float32 log-sum-exp of each head's sinks, neither scaled nor capped.
         softcap: Scores become `softcap * tanh(score / softcap)`; zero or less for none.
         backend: One of `ATTENTION_BACKENDS`.
+        weigh: What lets the sinks take their part: one of `QKV_BACKENDS`. A kernel's weights are a
+            few units of float32 from torch's.
 
     Returns:
         (tokens, heads, head_dim), dense, in q's dtype. The attention is rounded to it once, and
@@ -232,28 +237,37 @@ def attend_with_sinks(
     if torch.compiler.is_compiling() and not recorded:
         check_attention_backend(backend)
         result: torch.Tensor = packed_attention_op(
-            *tensors, sink_total_H, list(packed.ends), softcap, backend
+            *tensors, sink_total_H, list(packed.ends), softcap, backend, weigh
         )
         return result
-    name = "torch" if torch.compiler.is_compiling() else ""
-    name = name or choose_attention(backend, *tensors, softcap).name
-    if name == "torch":
-        out, lse = packed_attention_torch(*tensors, packed.ends, softcap)
-        return (out.float() * sink_weights_torch(lse, sink_total_H).unsqueeze(-1)).to(out.dtype)
-    pieces = _BACKENDS[name].run(*tensors, packed, softcap)
-    if recorded:
-        weighted = [(p.out.float() * _weights(p, sink_total_H)).to(q_THD.dtype) for p in pieces]
-        return torch.cat([q_THD[:0], *weighted])
+    if torch.compiler.is_compiling():
+        backend = weigh = "torch"
+    name = choose_attention(backend, *tensors, softcap).name
+    pieces = (kernels.attend_plainly if name == "torch" else _BACKENDS[name].run)(
+        *tensors, packed, softcap
+    )
+    if recorded or (name == "torch" and weigh != "triton"):
+        weighted = [
+            (p.out.float() * sink_weights_torch(p.lse, sink_total_H).unsqueeze(-1)).to(p.out.dtype)
+            for p in pieces
+        ]
+        return weighted[0] if len(weighted) == 1 else torch.cat([q_THD[:0], *weighted])
+    return _joined(pieces, q_THD, sink_total_H, weigh)
+
+
+def _joined(
+    pieces: Iterator[kernels.Attended], q_THD: torch.Tensor, sink_total_H: torch.Tensor, weigh: str
+) -> torch.Tensor:
+    """The pieces side by side, each times what the sinks leave it: one pass, one rounding."""
     out = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
-    for piece in pieces:
-        # One pass that multiplies in float32, rounds once, and puts the sequences side by side.
-        torch.mul(piece.out, _weights(piece, sink_total_H), out=out[piece.start : piece.end])
+    for start, end, attended, lse in pieces:
+        if choose_heads(weigh, "weigh", attended, [lse, sink_total_H]).name == "triton":
+            weigh_heads_triton(attended, lse, sink_total_H, out[start:end])
+            continue
+        # Stored in the order in which the product walks over it.
+        weight = sink_weights_torch(lse.contiguous(), sink_total_H).unsqueeze(-1)
+        torch.mul(attended, weight, out=out[start:end])
     return out
-
-
-def _weights(piece: kernels.Attended, sink_total_H: torch.Tensor) -> torch.Tensor:
-    """(rows, heads, 1) float32, stored in the order in which the product walks over them."""
-    return sink_weights_torch(piece.lse.contiguous(), sink_total_H).unsqueeze(-1)
 
 
 @torch.library.custom_op("magi2::packed_attention", mutates_args=())
@@ -265,10 +279,11 @@ def packed_attention_op(
     ends: Sequence[int],
     softcap: float,
     backend: str,
+    weigh: str,
 ) -> torch.Tensor:
     """`attend_with_sinks` as an operator that a compiler takes whole."""
     return attend_with_sinks(
-        q_THD, k_TGD, v_TGD, PackedSequences(ends), sink_total_H, softcap, backend
+        q_THD, k_TGD, v_TGD, PackedSequences(ends), sink_total_H, softcap, backend, weigh
     )
 
 
@@ -281,6 +296,7 @@ def _(
     ends: Sequence[int],
     softcap: float,
     backend: str,
+    weigh: str,
 ) -> torch.Tensor:
     return q_THD.new_empty(q_THD.shape)
 
