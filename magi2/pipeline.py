@@ -230,7 +230,7 @@ class _Run:
                 self._decoders,
                 release=self.release,
                 device=ranks.device,
-                facts=self._facts(ranks, steps.seconds, start.step),
+                facts=self._facts(ranks, fingerprint, steps.seconds, start.step),
                 fps=settings.fps,
             )
         )
@@ -341,7 +341,11 @@ class _Run:
         return SamplerState.start(*draw_noise(self.geometry, *channels, self.seed, ranks.device))
 
     def _facts(
-        self, ranks: Ranks, step_seconds: list[float], resumed_from: int
+        self,
+        ranks: Ranks,
+        fingerprint: Mapping[str, str],
+        step_seconds: list[float],
+        resumed_from: int,
     ) -> dict[str, object]:
         topology = ranks.topology
         return {
@@ -358,6 +362,8 @@ class _Run:
             "options": dataclasses.asdict(self.request.options),
             "compile": self.request.compile,
             "deterministic": self.request.deterministic,
+            # Also versions, device and threads: hashes are to be equal where this is.
+            "fingerprint": dict(fingerprint),
             "resumed_from": resumed_from,
             "step_seconds": step_seconds,
         }

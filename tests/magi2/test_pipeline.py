@@ -95,6 +95,8 @@ def test_a_run_without_decoders_ends_with_latents_and_a_preview(whole):
     assert record["hashes"] == whole.hashes
     assert len(record["step_seconds"]) == runs.NUM_STEPS
     assert record["ranks"]["world_size"] == 2
+    assert record["fingerprint"]["torch"] == torch.__version__
+    assert record["fingerprint"]["threads"] == str(torch.get_num_threads())
     for words in ("--turbo-decoder", "--audio-vae"):
         assert [note for note in whole.notes if words in note]
 
