@@ -1,7 +1,7 @@
 """Write a tiny random MAGI-2 checkpoint in the released layout: shards, index, config.json.
 
 python examples/tiny_checkpoint.py /path/to/folder
-python examples/tiny_checkpoint.py /path/to/folder --preset tiny_uneven --seed 1 --shard-mb 1
+python examples/tiny_checkpoint.py /path/to/folder --preset tiny_uneven --seed 1 --shard-mib 1
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ def main() -> None:
     parser.add_argument("folder", help="made if absent; must not hold a checkpoint yet")
     parser.add_argument("--preset", choices=sorted(PRESETS), default="tiny")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--shard-mb", type=float, default=4.0, help="largest shard, in MiB")
+    parser.add_argument("--shard-mib", type=float, default=4.0, help="largest shard, in MiB")
     arguments = parser.parse_args()
 
     config = PRESETS[arguments.preset]()
     weights = random_state_dict(config, arguments.seed)
-    save_checkpoint(weights, config, arguments.folder, int(arguments.shard_mb * 2**20))
+    save_checkpoint(weights, config, arguments.folder, int(arguments.shard_mib * 2**20))
 
     model = Magi2Transformer(
         Magi2Config.from_file(f"{arguments.folder}/config.json"), device="meta"

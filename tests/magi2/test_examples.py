@@ -53,7 +53,7 @@ def test_the_tiny_transformer_runs_under_torchrun(ranks, arguments):
 @pytest.mark.parametrize("preset", ["tiny", "tiny_uneven"])
 def test_a_tiny_checkpoint_is_written_and_loads(monkeypatch, capsys, tmp_path, preset):
     folder = tmp_path / "checkpoint"
-    run(monkeypatch, "tiny_checkpoint.py", str(folder), "--preset", preset, "--shard-mb", "1")
+    run(monkeypatch, "tiny_checkpoint.py", str(folder), "--preset", preset, "--shard-mib", "1")
     assert "131 tensors" in capsys.readouterr().out
     assert (folder / INDEX_NAME).exists()
     assert len(list(folder.glob("*.safetensors"))) > 1

@@ -154,5 +154,5 @@ def _summary(traffic: Traffic) -> list[str]:
     return [
         f"{traffic.world_size} ranks; {calls or 'nothing sent'}{', ...' if len(kinds) > 3 else ''}",
         f"{format_bytes(traffic.remote_bytes)} between ranks (hatched: a rank's own share, not "
-        f"counted); {format_bytes(sum(traffic.copied_bytes))} copied outside",
+        f"counted); {format_bytes(sum(traffic.copied_bytes))} copied locally",
     ]
