@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from magi2.rank_agreement import check_alike
+from magi2.rank_agreement import UnlikeRanksError, check_alike
 from magi2.topology import Topology
 from ulysses_comm import hardware
 from ulysses_comm.bootstrap import init_distributed
@@ -292,6 +292,9 @@ def _failure(error: BaseException, rank: int, world_size: int) -> RankFailedErro
     own = _explain(error)
     if isinstance(error, OtherRankError):
         return RankFailedError(own, speaks=False)
+    if isinstance(error, UnlikeRanksError):
+        # All have it, and need not ask a store that may have gone with its rank.
+        return RankFailedError(f"rank {rank} of {world_size}: {own}", speaks=rank == 0)
     first_rank, first = _publish(rank, own)
     if first_rank == rank:
         return RankFailedError(

@@ -12,6 +12,10 @@ from magi2.hashes import raw_sha256
 _MAX_SHOWN = 40
 
 
+class UnlikeRanksError(ValueError):
+    """Raised on every rank, with one text, when they were not started for the same."""
+
+
 def check_alike(facts: Mapping[str, str], world_size: int) -> None:
     """Compare what the ranks were started with; all of the default group call this.
 
@@ -20,7 +24,7 @@ def check_alike(facts: Mapping[str, str], world_size: int) -> None:
         world_size: Their number; nothing is compared for 1.
 
     Raises:
-        ValueError: On every rank, if they differ; names each difference and who has it.
+        UnlikeRanksError: On every rank, if they differ; names each difference and who has it.
     """
     if world_size == 1:
         return
@@ -36,7 +40,7 @@ def check_alike(facts: Mapping[str, str], world_size: int) -> None:
             told = ", ".join(f"{_short(v)} on rank(s) {ranks}" for v, ranks in ranks_of.items())
             differences.append(f"{name}: {told}")
     if differences:
-        raise ValueError(
+        raise UnlikeRanksError(
             "the ranks were not started for the same run:\n  "
             + "\n  ".join(differences)
             + "\nStart every rank with the same options, on the same files and versions."
