@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -133,7 +132,6 @@ def bench_step(
 
     Of several ranks the slowest counts in every step. The default size is the released 272p clip.
     """
-    import torch
     from rich.console import Console
 
     from magi2.cli.progress import ConsoleProgress
@@ -160,8 +158,8 @@ def bench_step(
         ),
         seed=seed,
     )
-    if threads is not None:
-        torch.set_num_threads(threads)
+    patience = options.read_timeout(timeout)
+    options.use_threads(threads)
     result = run(
         request,
         sizes=ParallelSizes(
@@ -170,7 +168,7 @@ def bench_step(
         simulate=simulate,
         device=device,
         backend=backend,
-        timeout=timedelta(seconds=timeout),
+        timeout=patience,
         # Lines on a terminal too: a bar is drawn by a thread, beside what is timed.
         progress=ConsoleProgress(Console(stderr=True, highlight=False, force_terminal=False)),
     )

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
 from magi2.cli import generate_options as options
+from magi2.cli.options import read_timeout, use_threads
 
 if TYPE_CHECKING:
     from magi2.generate_request import GenerateRequest
     from magi2.launch import ParallelSizes
     from magi2.pipeline import GenerateResult
-
-_MAX_TIMEOUT = 30 * 24 * 3600
-_MAX_THREADS = 4096
 
 
 def generate(
@@ -163,20 +160,12 @@ def _run(
     timeout: float,
 ) -> GenerateResult:
     """Run the pipeline, and say how to go on if it does not come to its end."""
-    import torch
-
     from magi2 import pipeline
     from magi2.cli.progress import ConsoleProgress
     from magi2.run_state import STATE_NAME
 
-    if not 0 < timeout <= _MAX_TIMEOUT:
-        raise ValueError(
-            f"--timeout {timeout:g}: expected a positive number of seconds, at most {_MAX_TIMEOUT}."
-        )
-    if threads is not None:
-        if not 1 <= threads <= _MAX_THREADS:
-            raise ValueError(f"--threads {threads}: expected a number from 1 to {_MAX_THREADS}.")
-        torch.set_num_threads(threads)
+    patience = read_timeout(timeout)
+    use_threads(threads)
     progress = ConsoleProgress()
     try:
         return pipeline.generate(
@@ -187,7 +176,7 @@ def _run(
             simulate=simulate,
             device=device,
             backend=backend,
-            timeout=timedelta(seconds=timeout),
+            timeout=patience,
             progress=progress,
         )
     except BaseException:

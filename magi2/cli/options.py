@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 RANKS = "Ranks"
 SIZE = "Size of the clip"
 DEVICE = "Devices and links"
+_MAX_TIMEOUT = 30 * 24 * 3600
+_MAX_THREADS = 4096
 
 Source = Annotated[
     str,
@@ -139,3 +142,31 @@ def read_device(name: str, path: Path | None) -> DeviceProfile:
             "--device-file."
         )
     return DEVICES[name]
+
+
+def read_timeout(seconds: float) -> timedelta:
+    """How long ranks wait for one another.
+
+    Raises:
+        ValueError: If it is no positive number of seconds that torch.distributed takes.
+    """
+    if not 0 < seconds <= _MAX_TIMEOUT:
+        raise ValueError(
+            f"--timeout {seconds:g}: expected a positive number of seconds, at most {_MAX_TIMEOUT}."
+        )
+    return timedelta(seconds=seconds)
+
+
+def use_threads(threads: int | None) -> None:
+    """Let torch use so many threads in this process; None leaves its choice.
+
+    Raises:
+        ValueError: If it is no number of threads that a machine has.
+    """
+    import torch
+
+    if threads is None:
+        return
+    if not 1 <= threads <= _MAX_THREADS:
+        raise ValueError(f"--threads {threads}: expected a number from 1 to {_MAX_THREADS}.")
+    torch.set_num_threads(threads)
