@@ -10,10 +10,11 @@ from collections.abc import Sequence
 
 import torch
 
-from magi2.ops import fused_streams, traced_streams
+from magi2.ops import fused_maps, fused_streams, traced_streams
 from magi2.ops.backend import tensor_obstacle
 from magi2.ops.stream_maps import Maps, MapWeights, stream_logits_torch, stream_maps_torch
 from magi2.ops.stream_mix import hyper_connect_torch, mix_streams_torch
+from magi2.ops.stream_tiles import STREAMS
 from ulysses_comm.hardware import Choice
 
 MHC_BACKENDS = ("auto", "torch", "triton")
@@ -94,7 +95,7 @@ def make_maps(
         )
         return pre, post, res
     parts = fused_streams.stream_logits_triton(x_TSC, weights, group_sizes)
-    return fused_streams.stream_maps_triton(
+    return fused_maps.stream_maps_triton(
         parts, weights, x_TSC.dtype, scale=scale, iterations=iterations, eps=eps
     )
 
@@ -130,7 +131,7 @@ def _obstacle(x_TSC: torch.Tensor, others: Sequence[torch.Tensor], *, explicit: 
     obstacle = tensor_obstacle(x_TSC, others, explicit=explicit)
     if obstacle is not None:
         return obstacle
-    if x_TSC.shape[1] != fused_streams.STREAMS:
+    if x_TSC.shape[1] != STREAMS:
         return f"x has {x_TSC.shape[1]} streams, and the kernels are written for 4"
     if not fused_streams.adjacent(x_TSC):
         return f"x has strides {x_TSC.stride()}, and the kernels read adjacent streams"

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
+from magi2.ops.fused_maps import stream_maps_triton
 from magi2.ops.fused_streams import (
     hyper_connect_triton,
     mix_streams_triton,
     stream_logits_triton,
-    stream_maps_triton,
 )
 from magi2.ops.stream_maps import Maps, MapWeights
 

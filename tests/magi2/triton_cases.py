@@ -413,11 +413,14 @@ def a_compiler_takes_the_mixture_whole(device: str) -> None:
     torch._dynamo.reset()
 
 
-def run_interpreted() -> list[str]:
-    """Run every case in a process where Triton interprets; the names of those that came right."""
+def run_interpreted(module: str = "tests.magi2.triton_cases") -> list[str]:
+    """Run every case in a process where Triton interprets; the names of those that came right.
+
+    Last come the errors. Another `module` is one with cases of its own and this file's `main`.
+    """
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.magi2.triton_cases", "cpu"],
+        [sys.executable, "-m", module, "cpu"],
         cwd=Path(__file__).resolve().parents[2],
         env=environment,
         capture_output=True,
@@ -427,16 +430,17 @@ def run_interpreted() -> list[str]:
     return [*done.stdout.splitlines(), done.stderr[-3000:]]
 
 
-def main() -> None:
+def main(cases: dict[str, Case]) -> None:
+    """Run cases on the device that the command line names."""
     torch.set_num_threads(1)
     # Of float32 products on a GPU nothing may be lost to TF32 in what they are compared with.
     torch.backends.cuda.matmul.allow_tf32 = False
     fill_empty_with_nan()
-    for name, function in CASES.items():
+    for name, function in cases.items():
         torch.manual_seed(0)
         function(sys.argv[1])
         print(name, flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(CASES)
