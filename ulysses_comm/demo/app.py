@@ -118,7 +118,7 @@ def run_plan(plan: Plan) -> Results:
     else:
         results = run_started_ranks(plan)
     if speaks:
-        console.print(case_table(results.verdicts), promise_table(results.verdicts))
+        console.print(case_table(results.verdicts, console.width), promise_table(results.verdicts))
         if plan.picture is not None:
             console.print(f"Rank-to-rank traffic: {plan.picture}")
         console.print(conclusion(results, time.perf_counter() - began))

@@ -13,15 +13,17 @@ from ulysses_comm.demo.encoder import Passage
 from ulysses_comm.demo.judge import STATE_TOLERANCE, Check, Results, Verdict
 from ulysses_comm.demo.options import Backend, Plan
 
-# What the rows of six ranks need. A narrower terminal folds lines rather than losing columns,
-# and pipes and CI logs have no width of their own.
-MIN_WIDTH = 120
+# Pipes and CI logs have no width of their own. A terminal of 80 columns has room for all columns of
+# the tables, if they stand closer.
+LOG_WIDTH, MIN_WIDTH = 120, 80
+_ROOMY_WIDTH = 100
 
 
 def make_console() -> Console:
     """Return a console on stdout that is wide enough for the tables."""
     console = Console(highlight=False)
-    return Console(highlight=False, width=max(console.width, MIN_WIDTH))
+    least = MIN_WIDTH if console.is_terminal else LOG_WIDTH
+    return Console(highlight=False, width=max(console.width, least))
 
 
 def introduction(passage: Passage, plan: Plan) -> str:
@@ -34,25 +36,33 @@ def introduction(passage: Passage, plan: Plan) -> str:
     )
 
 
-def case_table(verdicts: Sequence[Verdict]) -> Table:
-    """One row a case: what travelled, what was copied, how far off the result is."""
+def case_table(verdicts: Sequence[Verdict], width: int) -> Table:
+    """One row a case: what travelled, what was copied, how far off the result is.
+
+    Args:
+        verdicts: On the cases.
+        width: Of the console, in columns.
+    """
     table = Table(
         title="Each rank runs its own tokens; attention goes through the exchanges",
+        title_justify="left",
+        caption_justify="left",
         box=SIMPLE_HEAD,
+        padding=(0, 1 if width >= _ROOMY_WIDTH else 0),
         collapse_padding=True,
         pad_edge=False,
     )
     table.add_column("ranks", justify="right", no_wrap=True)
     table.add_column("tokens of each rank")
     for header in (
-        "all-to-\nalls",
-        "MiB sent\nby a rank",
-        "off\nrank",
-        "MiB copied\npacked",
-        "\nin place",
-        "max error\nstate",
-        "cosine\nembedding",
-        "\ntime",
+        "all-\nto-\nalls",
+        "MiB sent\nby\na rank",
+        "\noff\nrank",
+        "MiB\ncopied,\npacked",
+        "\nin\nplace",
+        "max\nerror of\nstate",
+        "cosine of\nthe em-\nbedding",
+        "\n\ntime",
         "",
     ):
         table.add_column(header, justify="right", no_wrap=True)
@@ -96,7 +106,8 @@ def conclusion(results: Results, seconds: float) -> Panel:
     """The word PASS or FAIL, and what it rests on."""
     checks = [check for verdict in results.verdicts for check in verdict.checks]
     broken = sum(not check.passed for check in checks)
-    cases = f"{len(results.verdicts)} cases"
+    count = len(results.verdicts)
+    cases = f"{count} case{'s' * (count != 1)}"
     if results.passed:
         word, reason = "[bold green]PASS[/]", f"{len(checks)} checks in {cases} hold."
     else:
@@ -115,7 +126,7 @@ def _traffic_cells(verdict: Verdict) -> tuple[str, str, str, str]:
     off_rank = [sum(row) - row[rank] for rank, row in enumerate(in_place.bytes)]
     total = sum(sum(row) for row in in_place.bytes)
     return (
-        f"{_mebibytes(min(off_rank))} to {_mebibytes(max(off_rank))}",
+        f"{_mebibytes(min(off_rank))}-{_mebibytes(max(off_rank))}",
         f"{sum(off_rank) / total:.0%}",
         _mebibytes(sum(packed.copied)),
         _mebibytes(sum(in_place.copied)),
