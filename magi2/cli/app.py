@@ -9,6 +9,7 @@ import time
 import traceback as tracebacks
 from collections.abc import Callable
 from contextvars import ContextVar
+from importlib import metadata
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -32,10 +33,27 @@ _EXTRA = "ulysses-comm[pipeline]"
 _shows_tracebacks: ContextVar[bool] = ContextVar("shows_tracebacks", default=False)
 
 
+def _show_version(wanted: bool) -> None:
+    if not wanted:
+        return
+    try:
+        version = metadata.version("ulysses-comm")
+    except metadata.PackageNotFoundError:  # run from its source, perhaps
+        version = "of unknown version"
+    typer.echo(f"magi2 of ulysses-comm {version}")
+    raise typer.Exit
+
+
 @app.callback()
 def cli(
     traceback: Annotated[
         bool, typer.Option("--traceback", help="Show where an error was raised, not only its text.")
+    ] = False,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
+        ),
     ] = False,
 ) -> None:
     """MAGI-2 Preview: from a prompt to video and audio, on one device or many."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import metadata
 
 import pytest
 from typer.testing import CliRunner
@@ -150,6 +151,10 @@ def test_help_names_every_option_whole_in_80_columns(command, monkeypatch):
     shown = run(command, "--help")
     assert "--help" in shown
     assert "…" not in shown  # which is what a name without room ends with
+
+
+def test_version_is_that_of_the_package():
+    assert run("--version").startswith(f"magi2 of ulysses-comm {metadata.version('ulysses-comm')}")
 
 
 def test_config_files_are_read(tmp_path):
