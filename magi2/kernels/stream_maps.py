@@ -9,6 +9,7 @@ What the bits are, and how each is pinned:
   compiled with the sizes known. INTERLEAVED row sums are `(m0 + m2) + (m1 + m3)` instead, the
   order of torch's eager reduction of 4 adjacent numbers on CUDA; its column sums are left folds.
 * Divisions are IEEE ones, `tl.div_rn`: a plain `/` is off by a unit in the last place on a GPU.
+  (Triton 3.2 flushes subnormal quotients to zero; 3.6 does not.)
 * Launches turn `enable_fp_fusion` off: a multiplication and an addition stay two roundings, as
   eager torch has them in `alpha * scale * logit + bias`. No other product meets a sum here.
 * The exponential is the device library's own, which eager torch calls too; `tl.exp` would be the
