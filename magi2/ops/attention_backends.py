@@ -72,6 +72,8 @@ def _missing_cudnn(q: torch.Tensor) -> str | None:
         return "this torch has no cuDNN attention"
     if not torch.backends.cudnn.is_available():
         return "this torch has no cuDNN"
+    if not torch.backends.cuda.cudnn_sdp_enabled():
+        return "torch.backends.cuda.enable_cudnn_sdp(False) forbids it"
     return _too_old(q)
 
 
@@ -80,6 +82,8 @@ def _missing_flash(q: torch.Tensor) -> str | None:
         return "this torch has no FlashAttention for packed sequences"
     if not torch.backends.cuda.is_flash_attention_available():
         return "this torch was built without FlashAttention"
+    if not torch.backends.cuda.flash_sdp_enabled():
+        return "torch.backends.cuda.enable_flash_sdp(False) forbids it"
     return _too_old(q)
 
 
