@@ -264,13 +264,19 @@ def _joined(
 ) -> torch.Tensor:
     """The pieces side by side, each times what the sinks leave it: one pass, one rounding."""
     out = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
-    for start, end, attended, lse in pieces:
-        if choose_heads(weigh, "weigh", attended, [lse, sink_total_H]).name == "triton":
+    if choose_heads(weigh, "weigh", q_THD, [sink_total_H]).name == "triton":
+        for start, end, attended, lse in pieces:
             weigh_heads_triton(attended, lse, sink_total_H, out[start:end])
-            continue
-        # Stored in the order in which the product walks over it.
-        weight = sink_weights_torch(lse.contiguous(), sink_total_H).unsqueeze(-1)
-        torch.mul(attended, weight, out=out[start:end])
+        return out
+    waiting = list(pieces)
+    # exp(lse - logaddexp(lse, total)) with fewer launches and roundings, and stored in the order in
+    # which the product walks over it.
+    weight_TH = torch.empty(q_THD.shape[:2], dtype=torch.float32, device=q_THD.device)
+    for start, end, _, lse in waiting:
+        torch.sub(lse, sink_total_H, out=weight_TH[start:end])
+    weight_TH1 = weight_TH.sigmoid_().unsqueeze(-1)
+    for start, end, attended, _ in waiting:
+        torch.mul(attended, weight_TH1[start:end], out=out[start:end])
     return out
 
 

@@ -114,14 +114,32 @@ def test_auto_on_a_cpu_keeps_the_bits_of_the_plain_form_and_its_gradients(num_si
             torch.testing.assert_close(one, other)
 
 
-def test_the_product_with_the_weight_is_rounded_once_and_in_place():
+def test_the_product_with_the_weight_is_rounded_once():
     q, k, v, sinks = received(3, 3, 16, BF16)
     pieces = list(attention_kernels.attend_cpu_flash(q, k, v, PackedSequences(ENDS), 0.0))
     assert [(p.start, p.end) for p in pieces] == [(0, 37), (37, 38), (38, 101)]
     out = check("cpu_flash", q, k, v, sinks)
     for start, end, attended, lse in pieces:
-        expected, _ = apply_sinks_torch(attended, lse.contiguous(), sinks)
-        assert_same_bits(out[start:end], expected)
+        weight = torch.sigmoid(lse - sink_totals_torch(sinks)).unsqueeze(-1)
+        assert_same_bits(out[start:end], (attended.float() * weight).to(BF16))
+
+
+def test_kernels_read_the_receive_buffer_in_place(monkeypatch):
+    q, k, v, sinks = received(3, 3, 16, BF16)
+    flash, seen = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, []
+
+    def spy(*tensors, **options):
+        seen.append([(x.data_ptr(), x.stride()[1:]) for x in tensors[:3]])
+        return flash(*tensors, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", spy, raising=False
+        )
+        check("cpu_flash", q, k, v, sinks)
+    assert seen == [
+        [(x[start].data_ptr(), (16, 9 * 16, 1)) for x in (q, k, v)] for start in (0, 38)
+    ]
 
 
 @pytest.mark.parametrize("special", [-torch.inf, torch.inf, 3e38, 88.0, -104.0, -0.0, 1e-40])
