@@ -8,10 +8,23 @@ import pytest
 import torch
 
 from magi2.ops import head_backend
-from magi2.ops.attention_heads import gate_heads_triton, store_heads_triton, weigh_heads_triton
+from magi2.ops.attention_heads import (
+    gate_heads_torch,
+    gate_heads_triton,
+    rotated_heads_torch,
+    send_buffer_views,
+    store_heads_triton,
+    weigh_heads_triton,
+)
 from magi2.ops.head_backend import choose_heads
 from magi2.options import Options
-from tests.magi2.head_cases import BF16, CASES, run_interpreted, store_inputs
+from tests.magi2.head_cases import (
+    BF16,
+    CASES,
+    assert_neighbours,
+    run_interpreted,
+    store_inputs,
+)
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None,
@@ -29,6 +42,40 @@ def test_every_case_is_right_in_the_interpreter():
 @pytest.mark.parametrize("name", CASES)
 def test_case_is_right_on_a_gpu(name):
     CASES[name]("cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("groups", [1, 3])
+def test_released_sizes_on_a_gpu(groups):
+    inputs = store_inputs(3702, 24, 24, 128, groups, BF16, "cuda")
+    views = send_buffer_views(store_heads_triton(*inputs, 8), 24, 24)
+    for mine, plain in zip(views, rotated_heads_torch(*inputs), strict=True):
+        assert_neighbours(mine.flatten(1, 2), plain)
+    received = torch.randn(8, 3702, 3, 128, device="cuda").to(BF16).transpose(0, 1)
+    gate, rows = torch.randn(3702, 24, device="cuda").to(BF16), torch.randperm(3702, device="cuda")
+    expected = gate_heads_torch(received, rows, gate)
+    assert_neighbours(gate_heads_triton(received, rows, gate), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.long
+def test_offsets_beyond_two_to_the_31_on_a_gpu():
+    tokens = 2**31 // 3072 + 1000
+    qkv = torch.zeros(tokens, 3 * 1024, dtype=BF16, device="cuda")
+    qkv[-100:].normal_()
+    weights = [torch.zeros(1, 128, device="cuda")] * 2
+    rotary, rows = torch.randn(tokens, 96, device="cuda"), torch.arange(tokens, device="cuda")
+    sizes = (tokens, 0, 0)
+    send = store_heads_triton(qkv, *weights, sizes, rows, rotary, 8, 8, 1e-6, 2)
+    last = rotated_heads_torch(
+        qkv[-100:], *weights, (100, 0, 0), rows[:100], rotary[-100:], 8, 8, 1e-6
+    )
+    for mine, plain in zip(send_buffer_views(send, 8, 8), last, strict=True):
+        assert_neighbours(mine[-100:].flatten(1, 2), plain)
+    heads = qkv.unflatten(1, (24, 128))
+    gate = torch.randn(tokens, 24, device="cuda").to(BF16)
+    gated = gate_heads_triton(heads, rows, gate)[-100:]
+    assert_neighbours(gated, gate_heads_torch(heads[-100:], rows[:100], gate[-100:]))
 
 
 @needs_triton
