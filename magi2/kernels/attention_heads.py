@@ -63,40 +63,44 @@ def store_heads_kernel(
     LOCAL: tl.constexpr = HEADS // WORLD
     KV_LOCAL: tl.constexpr = KV_HEADS // WORLD
     SLOTS: tl.constexpr = LOCAL + 2 * KV_LOCAL
+    PARTS: tl.constexpr = (HEADS + HEADS_STEP - 1) // HEADS_STEP
+    KV_PARTS: tl.constexpr = (KV_HEADS + HEADS_STEP - 1) // HEADS_STEP
+    # A program has heads of one kind: queries, keys, then values.
+    part = tl.program_id(1)
+    queries = part < PARTS
+    kind = tl.where(queries, 0, (part - PARTS) // KV_PARTS)  # of the others: 0 keys, 1 values
+    start = tl.where(queries, part, (part - PARTS) % KV_PARTS) * HEADS_STEP
+    count = tl.where(queries, HEADS, KV_HEADS)
+    before = tl.where(queries, 0, HEADS + kind * KV_HEADS)
+    local = tl.where(queries, LOCAL, KV_LOCAL)
+    first_slot = tl.where(queries, 0, LOCAL + kind * KV_LOCAL)
+    if queries:
+        weight = tl.load(q_weight + offset + column[None, :], mask=inside, other=0.0)
+        pair_weight = tl.load(q_weight + offset + partner[None, :], mask=inside, other=0.0)
+    else:
+        weight = tl.load(k_weight + offset + column[None, :], mask=inside, other=0.0)
+        pair_weight = tl.load(k_weight + offset + partner[None, :], mask=inside, other=0.0)
     for step in range(HEADS_STEP):
-        head = tl.program_id(1) * HEADS_STEP + step
-        if head < HEADS + 2 * KV_HEADS:
+        head = start + step
+        if head < count:
             # int64: row * row_stride passes 2**31 at 233 thousand tokens.
-            x_row = qkv + row.to(tl.int64)[:, None] * row_stride + head * D
+            x_row = qkv + row.to(tl.int64)[:, None] * row_stride + (before + head) * D
             x = tl.load(x_row + column[None, :], mask=inside, other=0.0)
-            if head < HEADS:
-                rank = head // LOCAL
-                slot = head % LOCAL
-            else:
-                other = head - HEADS
-                rank = (other % KV_HEADS) // KV_LOCAL
-                slot = LOCAL + (other // KV_HEADS) * KV_LOCAL + other % KV_LOCAL
-            place = (rank.to(tl.int64) * num_tokens + token)[:, None] * SLOTS + slot
+            row_of_rank = (head // local).to(tl.int64) * num_tokens + token
+            place = row_of_rank[:, None] * SLOTS + (first_slot + head % local)
             target = send + place * D + column[None, :]
-            if head < HEADS + KV_HEADS:
-                if head < HEADS:
-                    weight = tl.load(q_weight + offset + column[None, :], mask=inside, other=0.0)
-                    other_weight = tl.load(q_weight + offset + partner, mask=inside, other=0.0)
-                else:
-                    weight = tl.load(k_weight + offset + column[None, :], mask=inside, other=0.0)
-                    other_weight = tl.load(k_weight + offset + partner, mask=inside, other=0.0)
-                wide = widen(x, INTERPRETED)
+            if kind == 1:
+                tl.store(target, x, mask=inside)
+            else:
                 # The partner is loaded again rather than exchanged: it is in the nearest cache.
                 pair = tl.load(x_row + partner[None, :], mask=inside, other=0.0)
-                pair = widen(pair, INTERPRETED)
+                wide = widen(x, INTERPRETED)
                 mean = tl.math.div_rn(tl.sum(wide * wide, axis=1), columns)
                 scale = tl.rsqrt(mean + eps)[:, None]
                 y = wide * scale * (1.0 + weight)
-                pair = pair * scale * (1.0 + other_weight)
-                y = tl.where(turns[None, :], y * cos + pair * sin, y)
+                pair_y = widen(pair, INTERPRETED) * scale * (1.0 + pair_weight)
+                y = tl.where(turns[None, :], y * cos + pair_y * sin, y)
                 tl.store(target, narrow(y, send.dtype.element_ty, INTERPRETED), mask=inside)
-            else:
-                tl.store(target, x, mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

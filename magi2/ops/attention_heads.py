@@ -113,7 +113,8 @@ def store_heads_triton(
     tile = tile or HeadTile()
     first_text = group_sizes[0] + group_sizes[1] if groups > 1 else 0
     if send.numel():
-        grid = (-(-tokens // tile.tokens), -(-heads // tile.heads))
+        parts = -(-num_heads // tile.heads) - 2 * (-num_kv_heads // tile.heads)
+        grid = (-(-tokens // tile.tokens), parts)
         with on_device(qkv_TF):
             store_heads_kernel[grid](
                 qkv_TF,

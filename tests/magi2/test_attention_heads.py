@@ -95,7 +95,7 @@ def compile_kernel(name: str, *, fused: bool = False) -> str:
     from magi2.kernels import attention_heads
 
     kernel = getattr(attention_heads, f"{name}_heads_kernel")
-    constants = {"HEADS": 24, "KV_HEADS": 24, "WORLD": 8, "D": 128, "HALF": 48, "GROUPS": 3}
+    constants = {"HEADS": 24, "KV_HEADS": 8, "WORLD": 8, "D": 128, "HALF": 48, "GROUPS": 3}
     constants |= {"LOCAL": 3, "HEADS_STEP": 8, "BLOCK_T": 8, "BLOCK_D": 128, "INTERPRETED": False}
     types = dict.fromkeys(("qkv", "send", "attended", "out", "received", "gate"), "*bf16")
     types |= dict.fromkeys(("q_weight", "k_weight", "rotary", "lse", "sink_total"), "*fp32")
