@@ -9,6 +9,10 @@ from types import ModuleType
 import pytest
 import torch
 
+from magi2 import presets
+from magi2.cli.bench_step import bench_step
+from magi2.initialise import initialise
+from magi2.modules import sinks as sinks_module
 from magi2.modules.sinks import SinkTotals
 from magi2.ops import attention_backends, attention_kernels
 from magi2.ops.attention import (
@@ -19,7 +23,10 @@ from magi2.ops.attention import (
 from magi2.ops.attention_backends import attend_with_sinks, choose_attention
 from magi2.ops.packed_sequences import PackedSequences
 from magi2.options import Options
+from magi2.timing.bench import keep_layers
+from magi2.transformer import Magi2Transformer
 from tests.bits import assert_same_bits
+from tests.magi2.packed import packed_pair
 
 BF16, FP32 = torch.bfloat16, torch.float32
 ENDS = (0, 0, 37, 38, 38, 101)  # empty ones at the start and inside, one of a single token
@@ -410,3 +417,31 @@ def test_cudnn_serves_the_released_sizes_from_the_receive_buffer_without_a_copy(
         flash = attend_with_sinks(q, k, v, packed, total, -1.0, "flash")
     assert_same_bits(strided, dense)
     assert error(strided, flash.double()) < 5e-3
+
+
+def test_sinks_of_a_request_are_summed_up_at_its_first_step_with_the_same_bits(monkeypatch):
+    config = replace(keep_layers(presets.tiny(FP32), 2), num_sinks=2)
+    packed = packed_pair(config)
+    model = Magi2Transformer(config, device="cpu")
+    initialise(model)
+    layout = (packed.coords, packed.modality, packed.cu_seqlens)
+    calls = []
+
+    def counted(sinks):
+        calls.append(sinks)
+        return sink_totals_torch(sinks)
+
+    monkeypatch.setattr(sinks_module, "sink_totals_torch", counted)
+    with torch.no_grad():
+        plan = model.plan(*layout)
+        steps = [model.run(packed.x, plan, packed.time_tokens) for _ in range(3)]
+        assert len(calls) == config.num_layers
+        rebuilt = model(packed.x, *layout, packed.time_tokens)
+        assert len(calls) == 2 * config.num_layers
+    for step in steps:
+        assert_same_bits(step, rebuilt)
+
+
+def test_the_command_line_passes_the_name_on():
+    with pytest.raises(ValueError, match="attention_backend='fast': expected one of"):
+        bench_step(attention_backend="fast")
