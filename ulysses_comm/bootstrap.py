@@ -138,6 +138,14 @@ def detect_launcher(environment: Mapping[str, str]) -> LauncherName:
     return "bare"
 
 
+def launched_size(environment: Mapping[str, str]) -> int:
+    """Tell how many ranks torchrun or mpirun say they started; 1 if there was none."""
+    if all(environment.get(name) for name in _TORCH_VARIABLES):
+        size = environment["WORLD_SIZE"]
+        return int(size) if size.isdecimal() else 1
+    return _mpi_size(environment) or 1
+
+
 def _mpi_size(environment: Mapping[str, str]) -> int | None:
     """Return how many ranks an mpirun started; 0 if it does not say, None if there was none."""
     if not any(environment.get(name) for name in _MPI_TRACES):

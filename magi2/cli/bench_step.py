@@ -158,6 +158,7 @@ def bench_step(
         ),
         seed=seed,
     )
+    options.check_simulate(simulate)
     patience = options.read_timeout(timeout)
     options.use_threads(threads)
     result = run(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from magi2.cli import generate_options as options
-from magi2.cli.options import read_timeout, use_threads
+from magi2.cli.options import check_simulate, read_timeout, use_threads
 
 if TYPE_CHECKING:
     from magi2.generate_request import GenerateRequest
@@ -164,6 +164,7 @@ def _run(
     from magi2.cli.progress import ConsoleProgress
     from magi2.run_state import STATE_NAME
 
+    check_simulate(simulate)
     patience = read_timeout(timeout)
     use_threads(threads)
     progress = ConsoleProgress()

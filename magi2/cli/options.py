@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -155,6 +156,23 @@ def read_timeout(seconds: float) -> timedelta:
             f"--timeout {seconds:g}: expected a positive number of seconds, at most {_MAX_TIMEOUT}."
         )
     return timedelta(seconds=seconds)
+
+
+def check_simulate(num_ranks: int | None) -> None:
+    """Refuse to simulate all ranks in each of several processes, which would write to one folder.
+
+    Raises:
+        ValueError: If torchrun or mpirun started more than this process.
+    """
+    from ulysses_comm.bootstrap import launched_size
+
+    started = launched_size(os.environ)
+    if num_ranks is not None and started > 1:
+        raise ValueError(
+            f"--simulate {num_ranks}, but {started} processes were started, as their environment "
+            "says, and each would simulate all ranks. Leave out --simulate to run on them, or "
+            "start a single process."
+        )
 
 
 def use_threads(threads: int | None) -> None:

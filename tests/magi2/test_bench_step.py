@@ -128,3 +128,13 @@ def test_command_refuses_with_a_line_that_says_why(arguments, message):
     shown = run("tiny_uneven", *SMALL, *arguments, code=1)
     assert message in shown
     assert shown.startswith("magi2 bench-step: ")
+
+
+@pytest.mark.parametrize("command", [["bench-step", "tiny", *SMALL], ["generate", "nowhere"]])
+def test_ranks_are_not_simulated_in_each_of_several_processes(command, monkeypatch):
+    launched = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    result = CliRunner().invoke(app, [*command, "--simulate", "4"])
+    assert result.exit_code == 1
+    assert "--simulate 4, but 2 processes were started" in result.output

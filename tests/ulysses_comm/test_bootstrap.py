@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ulysses_comm.bootstrap import detect_launcher, init_distributed
+from ulysses_comm.bootstrap import detect_launcher, init_distributed, launched_size
 from ulysses_comm.mpi import find_launcher
 
 ROOT = Path(__file__).parents[2]
@@ -97,6 +97,20 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 )
 def test_launcher_is_told_from_the_environment(variables: dict[str, str], launcher: str) -> None:
     assert detect_launcher(variables) == launcher
+
+
+@pytest.mark.parametrize(
+    ("variables", "size"),
+    [
+        ({}, 1),
+        ({"WORLD_SIZE": "8"}, 1),  # of a container, perhaps: no launcher sets it alone
+        (dict.fromkeys(("RANK", "MASTER_ADDR", "MASTER_PORT"), "0") | {"WORLD_SIZE": "8"}, 8),
+        ({"PMI_SIZE": "3", "PMI_RANK": "0"}, 3),
+        ({"PMIX_RANK": "0"}, 1),
+    ],
+)
+def test_launchers_say_how_many_ranks_they_started(variables, size):
+    assert launched_size(variables) == size
 
 
 @pytest.mark.parametrize(
