@@ -29,6 +29,7 @@ from magi2.generate_request import GenerateRequest
 from magi2.geometry import Geometry
 from magi2.inputs import Inputs, encode_inputs, read_inputs
 from magi2.launch import DEFAULT_TIMEOUT, ParallelSizes, Ranks, run_on_ranks
+from magi2.ops.backend import check_device
 from magi2.output_folder import FEATURES_NAME, OutputFolder, bytes_needed
 from magi2.rank_agreement import check_alike, check_latents
 from magi2.release import Release, open_release
@@ -194,6 +195,7 @@ class _Run:
             check_alike(self._common_facts(), ranks.world_size)
         # Of no use yet: to find out at once whether there is one.
         make_solver(settings)
+        check_device(self.request.options.moe_backend, ranks.device)
         # Shapes alone, first of all: it knows which numbers of ranks it can run on.
         model = Magi2Transformer(
             self.release.config, self.request.options, ranks.topology, device="meta"

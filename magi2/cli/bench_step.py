@@ -161,6 +161,7 @@ def bench_step(
     options.check_simulate(simulate)
     patience = options.read_timeout(timeout)
     options.use_threads(threads)
+    output.mkdir(parents=True, exist_ok=True)  # before time is spent on what could not be kept
     result = run(
         request,
         sizes=ParallelSizes(
@@ -211,7 +212,6 @@ def _report(
     console = make_console()
     console.print(title)
     console.print(_table(result))
-    output.mkdir(parents=True, exist_ok=True)
     files = [output / "steps.json"]
     files[0].write_text(result.to_json(), encoding="utf-8")
     if draws:

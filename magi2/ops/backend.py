@@ -55,6 +55,26 @@ def choose_backend(
     return Choice("torch", obstacle)
 
 
+def check_device(requested: str, device: torch.device) -> None:
+    """Find out before weights are read whether a model on a device can do as it is told.
+
+    Args:
+        requested: One of `MOE_BACKENDS`.
+        device: Where the model will be.
+
+    Raises:
+        ValueError: If it is "triton", and no kernel can run there.
+    """
+    if requested != "triton":
+        return
+    obstacle = device_obstacle(torch.empty(0, device=device), explicit=True) or triton_obstacle()
+    if obstacle is not None:
+        raise ValueError(
+            f"moe_backend='triton' cannot run on {device.type}: {obstacle}. Use 'auto', which "
+            "takes torch then."
+        )
+
+
 def explain(choice: Choice) -> str:
     """A choice in one line."""
     return f"{choice.name}: {choice.reason}"

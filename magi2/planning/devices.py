@@ -63,9 +63,15 @@ class DeviceProfile:
         """Read a profile from a JSON object with this class's attributes as keys.
 
         Raises:
-            ValueError: If it is none.
+            ValueError: If it is none, or cannot be read.
         """
-        document = parse_json(Path(path).read_bytes())
+        try:
+            document = parse_json(Path(path).read_bytes())
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"{path} cannot be read as a device profile: {error}. Expected a JSON object with "
+                "the attributes of DeviceProfile."
+            ) from error
         known = {field.name: field.default for field in dataclasses.fields(cls)}
         required = {name for name, default in known.items() if default is dataclasses.MISSING}
         given = set(document) if isinstance(document, dict) else set()

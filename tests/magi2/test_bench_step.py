@@ -119,6 +119,7 @@ def test_random_weights_are_whole_and_ranks_agree_on_what_both_hold():
         (["--compile", "--compile-dynamic"], "contradict"),
         (["--num-layers", "9"], "expected 1 to 4"),
         (["--simulate", "2", "--ulysses-degree", "4"], "does not give the 2 rank"),
+        (["--output", "/dev/null/steps"], "/dev/null"),
         (["--timeout", "nan"], "--timeout nan"),
         (["--timeout", "inf"], "--timeout inf"),
         (["--threads", "1000000000000"], "--threads 1000000000000"),

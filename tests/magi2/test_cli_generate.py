@@ -102,6 +102,7 @@ def test_the_first_run_of_the_documents_leaves_what_they_say(tmp_path, monkeypat
         (["--prompt", "a cat"], "--text-encoder"),
         (["--route-sum", "x"], "route_sum='x'"),
         (["--moe-backend", "x"], "moe_backend='x'"),
+        (["--moe-backend", "triton"], "moe_backend='triton' cannot run on cpu: "),
         (["--backend", "x"], "torch.distributed cannot start:"),
     ],
 )
