@@ -210,7 +210,7 @@ def _report(
         f"{_ranks(facts)} on {facts['device']}, compile {request.compile}"
     )
     console = make_console()
-    console.print(title)
+    console.print(title, soft_wrap=True)  # a path in it would be cut in two
     console.print(_table(result))
     files = [output / "steps.json"]
     files[0].write_text(result.to_json(), encoding="utf-8")

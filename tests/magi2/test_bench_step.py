@@ -40,7 +40,7 @@ def run(*arguments: str, code: int = 0) -> str:
 
 
 def test_command_writes_its_numbers_and_draws_them(tmp_path):
-    checkpoint = tmp_path / "checkpoint"
+    checkpoint = tmp_path / ("checkpoint" * 9)  # a name longer than a line
     config = presets.tiny_uneven()
     save_checkpoint(random_state_dict(config), config, checkpoint)
     shown = run(checkpoint, *SMALL, "--simulate", 2, "--output", tmp_path / "out")
@@ -54,7 +54,7 @@ def test_command_writes_its_numbers_and_draws_them(tmp_path):
     assert (summary.num_ranks, summary.simulated) == (2, True)
     assert summary.measured_steps == [2, 3]
     assert summary.exchanges[QKV].count == 4
-    assert document["facts"]["weights"] == "checkpoint"
+    assert document["facts"]["weights"] == checkpoint.name
     assert document["facts"]["tokens"] == 2 * (12 + 10) + 12
     assert (tmp_path / "out" / "steps.png").read_bytes().startswith(b"\x89PNG")
 
