@@ -237,11 +237,14 @@ def test_traced_regions_give_the_bytes_of_eager_code(checkpoints, dynamic, world
     torch._dynamo.reset()
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("world_size", "dynamic", "layout"),
-    [(1, False, PACKED), (1, True, PACKED), (2, False, FLAT), (2, True, PACKED)],
-    ids=["lone-static", "lone-dynamic", "two-static-flat", "two-dynamic-packed"],
+    [
+        pytest.param(1, False, PACKED, id="lone-static"),
+        pytest.param(1, True, PACKED, id="lone-dynamic"),
+        pytest.param(2, False, FLAT, id="two-static-flat", marks=pytest.mark.long),
+        pytest.param(2, True, PACKED, id="two-dynamic-packed", marks=pytest.mark.long),
+    ],
 )
 def test_compiled_runs_repeat_their_bytes(checkpoints, world_size, dynamic, layout):
     folder = checkpoints("tiny_uneven", UNEQUAL_TEXTS)
