@@ -61,7 +61,9 @@ class Variant:
     options: Options = field(default_factory=Options)
 
 
-_KERNELS = Options(qkv_backend="triton", mhc_backend="triton")
+# Kernels by name, since "auto" takes none before they are measured.
+_BASE = Options(moe_backend="triton", attention_backend="cudnn")
+_KERNELS = replace(_BASE, qkv_backend="triton", mhc_backend="triton")
 VARIANTS = (
     Variant("eager"),
     Variant("static", "static"),
@@ -69,8 +71,9 @@ VARIANTS = (
     Variant("eager, kernels", "off", _KERNELS),
     Variant("static, kernels", "static", _KERNELS),
     Variant("dynamic, kernels", "dynamic", _KERNELS),
-    Variant("static, qkv kernels", "static", Options(qkv_backend="triton")),
-    Variant("static, mHC kernels", "static", Options(mhc_backend="triton")),
+    Variant("static, experts and attention", "static", _BASE),
+    Variant("static, and qkv kernels", "static", replace(_BASE, qkv_backend="triton")),
+    Variant("static, and mHC kernels", "static", replace(_BASE, mhc_backend="triton")),
 )
 
 

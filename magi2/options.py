@@ -48,9 +48,11 @@ class Options:
             sequence where consecutive runs of them each hold all experts; None for the device's
             default. Every row is moved unchanged; its experts meet it beside other rows.
         moe_backend: What runs the mixture's router and experts: "torch", "triton", or "auto" for
-            Triton on a GPU while no gradient is recorded. Float32 sums differ in their order.
+            Triton where it was measured to be faster and no gradient is recorded. Float32 sums
+            differ in their order.
         attention_backend: What runs the attention, as `magi2.ops.attention_backends` lists them;
-            "auto" for what fits the device. Sums differ in their order.
+            "auto" for a kernel where it was measured, else the plain form. Sums differ in their
+            order.
         qkv_backend: What runs the elementwise work around the attention (norms, rotation and send
             layout of q, k and v; the sinks' part; gather and gates): "torch", "triton", or "auto"
             for Triton where that was measured to be faster.

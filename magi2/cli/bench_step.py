@@ -60,14 +60,14 @@ def bench_step(
     moe_backend: Annotated[
         str,
         typer.Option(
-            help="What runs the mixture: torch, triton, or auto for Triton on a GPU.",
+            help="What runs the mixture: torch, triton, or auto for what is known faster.",
             rich_help_panel=_RUN,
         ),
     ] = "auto",
     attention_backend: Annotated[
         str,
         typer.Option(
-            help="What runs the attention: auto for what fits the device, torch, cudnn, flash, "
+            help="What runs the attention: auto for what is known faster, torch, cudnn, flash, "
             "flash_attn, flex, cpu_flash or musa.",
             rich_help_panel=_RUN,
         ),

@@ -220,14 +220,14 @@ RouteSum = Annotated[
 MoeBackend = Annotated[
     str,
     typer.Option(
-        help="What runs the mixture of experts: torch, triton, or auto for Triton on a GPU.",
+        help="What runs the mixture of experts: torch, triton, or auto for what is known faster.",
         rich_help_panel=_RUN,
     ),
 ]
 AttentionBackend = Annotated[
     str,
     typer.Option(
-        help="What runs the attention: auto for what fits the device, torch, cudnn, flash, "
+        help="What runs the attention: auto for what is known faster, torch, cudnn, flash, "
         "flash_attn, flex, cpu_flash or musa.",
         rich_help_panel=_RUN,
     ),

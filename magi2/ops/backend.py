@@ -1,7 +1,8 @@
 """Which implementation of the mixture runs, and why: the one place that decides.
 
 "torch" is the plain reference, "triton" the fused kernels or an error that says why not, "auto"
-takes Triton on a GPU as long as no gradient is recorded, which only the torch form has.
+takes Triton where it was measured to be faster, as long as no gradient is recorded, which only the
+torch form has.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ from magi2.ops.token_permute import sum_routes_torch
 from ulysses_comm.hardware import ACCELERATORS, Choice
 
 MOE_BACKENDS = ("auto", "torch", "triton")
+
+# Kinds of device on which the kernels were measured to be faster than torch, by
+# `benchmarks/bench_experts.py`, and passed the tests marked `gpu`. None yet.
+MEASURED_FASTER: frozenset[str] = frozenset()
 
 
 def choose_backend(
@@ -45,6 +50,8 @@ def choose_backend(
     if requested == "torch":
         return Choice("torch", "asked for")
     obstacle = _obstacle(x, weights, num_experts, explicit=requested == "triton")
+    if obstacle is None and requested == "auto" and x.device.type not in MEASURED_FASTER:
+        obstacle = f"the kernels were not measured to be faster on {x.device.type}"
     if obstacle is None:
         reason = "asked for" if requested == "triton" else f"x is on {x.device}, without gradients"
         return Choice("triton", reason)

@@ -202,6 +202,8 @@ def test_says_what_it_takes_and_why_not(monkeypatch):
     with pytest.raises(RuntimeError, match="head_dim is 12, and it takes multiples of 16"):
         choose_attention("flex", q, k, v, -1.0)
     monkeypatch.setattr(attention_backends, "_kind_of", lambda tensor: "cuda")
+    assert choose_attention("auto", *received(2, 2, 16, BF16)[:3], -1.0).name == "torch"
+    monkeypatch.setitem(attention_backends._AUTO, "cuda", ("cudnn", "flash"))
     for dtype, dim, softcap, reason in (
         (FP32, 16, -1.0, "not cudnn: q, k and v are"),
         (BF16, 12, -1.0, "not cudnn: head_dim is 12"),
@@ -212,8 +214,9 @@ def test_says_what_it_takes_and_why_not(monkeypatch):
         assert choice.reason.startswith(reason)
 
 
-def test_a_gpu_takes_cudnn_then_flash(monkeypatch):
+def test_auto_takes_the_first_of_its_kernels_that_can(monkeypatch):
     monkeypatch.setattr(attention_backends, "_kind_of", lambda tensor: "cuda")
+    monkeypatch.setitem(attention_backends._AUTO, "cuda", ("cudnn", "flash"))
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -230,6 +233,7 @@ def test_a_gpu_takes_cudnn_then_flash(monkeypatch):
     assert choose_attention("auto", q.detach(), k, v, -1.0).name == "torch"
     monkeypatch.undo()
     monkeypatch.setattr(attention_backends, "_kind_of", lambda tensor: "cuda")
+    monkeypatch.setitem(attention_backends._AUTO, "cuda", ("cudnn", "flash"))
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     choice = choose_attention("auto", q.detach(), k, v, -1.0)
@@ -246,6 +250,7 @@ def test_musa_takes_what_torch_musa_has_if_a_trial_comes_right(monkeypatch):
 
     q, k, v, sinks = received(3, 3, 16, BF16)
     monkeypatch.setattr(attention_backends, "_kind_of", lambda tensor: "musa")
+    monkeypatch.setitem(attention_backends._AUTO, "musa", ("musa",))
     choice = choose_attention("auto", q, k, v, -1.0)
     assert choice.name == "torch"
     assert "no attention that returns a log-sum-exp" in choice.reason
@@ -411,9 +416,10 @@ def test_cudnn_serves_the_released_sizes_from_the_receive_buffer_without_a_copy(
     q, k, v, sinks = received(3, 3, 128, BF16, "cuda", ends)
     packed, total = PackedSequences(ends), sink_totals_torch(sinks)
     with torch.no_grad():
-        assert choose_attention("auto", q, k, v, -1.0).name == "cudnn"
-        strided = attend_with_sinks(q, k, v, packed, total)
-        dense = attend_with_sinks(*(x.contiguous() for x in (q, k, v)), packed, total)
+        strided = attend_with_sinks(q, k, v, packed, total, -1.0, "cudnn")
+        dense = attend_with_sinks(
+            *(x.contiguous() for x in (q, k, v)), packed, total, -1.0, "cudnn"
+        )
         flash = attend_with_sinks(q, k, v, packed, total, -1.0, "flash")
     assert_same_bits(strided, dense)
     assert error(strided, flash.double()) < 5e-3

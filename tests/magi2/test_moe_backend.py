@@ -55,7 +55,9 @@ def banks(kind="cuda", **changes):
 
 @pytest.mark.parametrize("kind", ["cuda", "musa"])
 @pytest.mark.usefixtures("with_triton")
-def test_auto_takes_triton_on_a_gpu_without_gradients(kind):
+def test_auto_takes_triton_where_it_was_measured_faster_without_gradients(kind, monkeypatch):
+    assert chosen("auto", OnDevice(kind)).reason.endswith(f"measured to be faster on {kind}")
+    monkeypatch.setattr(backend, "MEASURED_FASTER", frozenset([kind]))
     with torch.no_grad():
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             x = OnDevice(kind, dtype)
