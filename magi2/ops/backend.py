@@ -186,9 +186,9 @@ def tensor_obstacle(
     `explicit` is set where the caller insists on Triton: only then does the interpreter, which is
     a debugging aid, count for tensors on a CPU.
     """
-    kind = x.device.type
-    if not (kind in ACCELERATORS or (explicit and kind == "cpu" and _interpreted())):
-        return f"x is on {x.device}, and Triton serves {' and '.join(ACCELERATORS)}"
+    elsewhere = device_obstacle(x, explicit=explicit)
+    if elsewhere is not None:
+        return elsewhere
     if torch.is_grad_enabled() and any(t.requires_grad for t in (x, *weights)):
         return "gradients are recorded, which only the torch form has; torch.no_grad() stops that"
     # A compiler's own tensors stand for plain ones, and meet an operator instead of a kernel.
