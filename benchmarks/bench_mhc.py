@@ -32,7 +32,6 @@ from benchmarks.bench_experts import captured
 from benchmarks.harness import Candidate, Row
 from magi2.ops.fused_maps import sinkhorn_triton, stream_maps_triton
 from magi2.ops.fused_streams import (
-    connect_and_project_triton,
     hyper_connect_triton,
     mix_streams_triton,
     stream_logits_triton,
@@ -40,7 +39,7 @@ from magi2.ops.fused_streams import (
 from magi2.ops.sinkhorn import sinkhorn_torch
 from magi2.ops.stream_maps import MapWeights, stream_logits_torch, stream_maps_torch
 from magi2.ops.stream_mix import hyper_connect_torch, mix_streams_torch
-from magi2.ops.stream_tiles import CONNECT_TILE, LogitParts, LogitsTile, MapsTile, MixTile
+from magi2.ops.stream_tiles import LogitParts, LogitsTile, MapsTile, MixTile
 
 BF16 = torch.bfloat16
 BANDWIDTH = 4.2e6  # bytes in a microsecond
@@ -156,24 +155,11 @@ def logits_tiles() -> Iterator[LogitsTile]:
 
 def _logits_tiles() -> Iterator[LogitsTile]:
     for depth, parts, (tokens, warps), stages in product(
-        (64, 128, 32), (4, 6, 12, 3, 8, 2), ((64, 4), (128, 8), (128, 4), (64, 8)), (4, 3, 2)
+        (64, 128), (8, 12, 6, 16, 4), ((128, 4), (64, 4), (128, 8)), (3, 4, 5, 2)
     ):
         yield LogitsTile(
             tokens=tokens, depth=depth, parts=parts, num_warps=warps, num_stages=stages
         )
-
-
-def connect_tiles() -> Iterator[LogitsTile]:
-    """As `logits_tiles`."""
-    yield CONNECT_TILE
-    yield from random.Random(0).sample(ways := list(_connect_tiles()), len(ways))
-
-
-def _connect_tiles() -> Iterator[LogitsTile]:
-    for depth, (tokens, warps), parts in product(
-        (32, 64, 16), ((64, 8), (64, 4), (128, 8), (32, 4), (16, 2)), (6, 12, 4, 3)
-    ):
-        yield replace(CONNECT_TILE, tokens=tokens, depth=depth, num_warps=warps, parts=parts)
 
 
 def map_operations(inputs: Inputs) -> Iterator[Operation]:
@@ -247,13 +233,13 @@ def logits_operations(inputs: Inputs) -> Iterator[Operation]:
                 near(inputs.maps[2], MAPS_BOUND),
             )
         ],
-        target="two launches",
+        target="three launches",
     )
 
 
 def mix_operations(inputs: Inputs) -> Iterator[Operation]:
-    """Mixing, connecting, and connecting with the next projection in one pass."""
-    x, y, weights, sizes = inputs.x, inputs.y, inputs.weights, inputs.sizes
+    """Mixing and connecting."""
+    x, y = inputs.x, inputs.y
     pre, post, res = inputs.maps
     yield Operation(
         name="pre-mix",
@@ -264,46 +250,14 @@ def mix_operations(inputs: Inputs) -> Iterator[Operation]:
         check=harness.expect_bits(mix_streams_torch(x, pre)),
         target="within 1.3 x the floor",
     )
-    streams = hyper_connect_torch(x, y, post, res)
     yield Operation(
         name="hyper-connect",
         nbytes=9 * inputs.stream_bytes,
         plain=lambda: hyper_connect_torch(x, y, post, res),
         ours=lambda tile: hyper_connect_triton(x, y, post, res, tile),
         tiles=list(mix_tiles()),
-        check=harness.expect_bits(streams),
+        check=harness.expect_bits(hyper_connect_torch(x, y, post, res)),
         target="within 1.2 x the floor",
-    )
-
-    def apart() -> torch.Tensor:
-        mine = hyper_connect_triton(x, y, post, res)
-        stream_logits_triton(mine, weights, sizes)
-        return mine
-
-    def plain() -> torch.Tensor:
-        mine = hyper_connect_torch(x, y, post, res)
-        stream_logits_torch(mine, weights, sizes)
-        return mine
-
-    after = stream_logits_torch(streams, weights, sizes)
-
-    def fused(tile: LogitsTile) -> torch.Tensor:
-        return connect_and_project_triton(x, y, post, res, weights, sizes, tile)[0]
-
-    def check_both(result: torch.Tensor) -> None:
-        harness.expect_bits(streams)(result)
-        parts = connect_and_project_triton(x, y, post, res, weights, sizes)[1]
-        near(after, LOGITS_BOUND)(whole(parts))
-
-    yield Operation(
-        name="hyper-connect and the next logits",
-        nbytes=9 * inputs.stream_bytes,
-        plain=plain,
-        ours=fused,
-        tiles=list(connect_tiles()),
-        check=check_both,
-        others=[Candidate("ours, two passes", apart, harness.expect_bits(streams))],
-        target="less than two passes",
     )
 
 
@@ -398,6 +352,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--seconds", type=float, default=240.0, help="for all sweeps together, default 240"
     )
+    parser.add_argument("--only", default="", help="operations whose name has this in it")
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -408,6 +363,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             operation
             for group in (mix_operations, map_operations, logits_operations)
             for operation in group(inputs)
+            if options.only in operation.name
         ]
         # Those with more ways get more of the time; what torch.compile takes is not counted.
         ways = [min(len(operation.tiles), 40) for operation in operations]

@@ -84,15 +84,22 @@ def multiply(a, b, accumulator, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
+def split_in_three(matrix, INTERPRETED: tl.constexpr):
+    """bfloat16 tiles whose exact sum is a float32 one, the largest first."""
+    hi = narrow(matrix, tl.bfloat16, INTERPRETED)
+    rest = matrix - widen(hi, INTERPRETED)
+    mid = narrow(rest, tl.bfloat16, INTERPRETED)
+    lo = narrow(rest - widen(mid, INTERPRETED), tl.bfloat16, INTERPRETED)
+    return hi, mid, lo
+
+
+@triton.jit
 def split_product(x, matrix, total, INTERPRETED: tl.constexpr):
     """`total + x @ matrix` with bfloat16 x and float32 matrix, smallest parts first.
 
     A float32 number is the exact sum of three bfloat16 ones, so all products are exact.
     """
-    hi = narrow(matrix, tl.bfloat16, INTERPRETED)
-    rest = matrix - widen(hi, INTERPRETED)
-    mid = narrow(rest, tl.bfloat16, INTERPRETED)
-    lo = narrow(rest - widen(mid, INTERPRETED), tl.bfloat16, INTERPRETED)
+    hi, mid, lo = split_in_three(matrix, INTERPRETED)
     total = multiply(x, lo, total, INTERPRETED)
     total = multiply(x, mid, total, INTERPRETED)
     return multiply(x, hi, total, INTERPRETED)

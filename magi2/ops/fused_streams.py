@@ -12,7 +12,6 @@ import torch
 from magi2.ops.launch import on_device
 from magi2.ops.stream_maps import MapWeights
 from magi2.ops.stream_tiles import (
-    CONNECT_TILE,
     DTYPES,
     LOGITS,
     STREAMS,
@@ -21,6 +20,8 @@ from magi2.ops.stream_tiles import (
     MixTile,
     launch_settings,
 )
+
+COLUMNS = 32  # of a product: the logits, filled up to what a matrix unit takes
 
 
 def mix_streams_triton(
@@ -97,39 +98,10 @@ def stream_logits_triton(
         group_sizes: Tokens of each group; not read when there is one.
         tile: How to cut the work.
     """
+    from magi2.kernels import stream_logits as kernels
+
     _check_streams(x_TSC)
-    return _launch_logits(x_TSC, None, weights, group_sizes, tile or LogitsTile())
-
-
-def connect_and_project_triton(
-    x_TSC: torch.Tensor,
-    y_TC: torch.Tensor,
-    post_TS: torch.Tensor,
-    res_TSS: torch.Tensor,
-    weights: MapWeights,
-    group_sizes: Sequence[int],
-    tile: LogitsTile | None = None,
-) -> tuple[torch.Tensor, LogitParts]:
-    """`hyper_connect_triton`, and `stream_logits_triton` of its result, which is not read again.
-
-    The streams have the bits of `hyper_connect_triton`, the logits those of `stream_logits_triton`
-    up to float32 roundings; `weights` are the next branch's, `num_stages` of the tile is not used.
-    """
-    y_TC = _check_connect(x_TSC, y_TC, post_TS, res_TSS)
-    out = x_TSC.new_empty(x_TSC.shape)
-    connect = (y_TC, post_TS.contiguous(), res_TSS.contiguous(), out)
-    return out, _launch_logits(x_TSC, connect, weights, group_sizes, tile or CONNECT_TILE)
-
-
-def _launch_logits(
-    x_TSC: torch.Tensor,
-    connect: tuple[torch.Tensor, ...] | None,
-    weights: MapWeights,
-    group_sizes: Sequence[int],
-    tile: LogitsTile,
-) -> LogitParts:
-    from magi2.kernels.stream_logits import stream_logits_kernel
-
+    tile = tile or LogitsTile()
     tokens, streams, channels = x_TSC.shape
     width, sizes = streams * channels, _three_sizes(tokens, weights, group_sizes)
     _check_shape("norm", weights.norm, (weights.norm.shape[0], width))
@@ -141,34 +113,49 @@ def _launch_logits(
     num_parts = -(-channels // share) if channels else 0
     parts = x_TSC.new_empty(num_parts, LOGITS + 1, tokens, dtype=torch.float32)
     if parts.numel():
-        y, post, res, out = connect or (x_TSC,) * 4
         grid = (sum(-(-size // tile.tokens) for size in sizes), num_parts)
         with on_device(x_TSC):
-            stream_logits_kernel[grid](
+            split = weights.norm
+            if x_TSC.dtype == torch.bfloat16:
+                split = _split_matrix(weights, width)
+            kernels.stream_logits_kernel[grid](
                 x_TSC,
-                y,
-                post,
-                res,
-                out,
                 weights.norm,
                 weights.phi,
+                split,
                 parts,
                 tokens,
                 *sizes,
                 x_TSC.stride(0),
-                y.stride(0),
                 C=channels,
                 N=LOGITS,
                 CHANNELS=share,
                 BLOCK_T=tile.tokens,
-                BLOCK_N=32,
+                BLOCK_N=COLUMNS,
                 BLOCK_K=tile.depth,
-                CONNECT=connect is not None,
-                # What the fused form has just stored it reads again: nothing may be read ahead.
-                num_stages=tile.num_stages if connect is None else 1,
+                num_stages=tile.num_stages,
                 **launch_settings(x_TSC, tile.num_warps),
             )
     return LogitParts(parts=parts, width=width, eps=weights.norm_eps)
+
+
+def _split_matrix(weights: MapWeights, width: int) -> torch.Tensor:
+    """What the product of bfloat16 streams reads: see `split_matrix_kernel`."""
+    from magi2.kernels.stream_logits import split_matrix_kernel
+
+    groups = weights.norm.shape[0]
+    split = weights.phi.new_empty(groups, 3, width, COLUMNS, dtype=torch.bfloat16)
+    split_matrix_kernel[(-(-width // 64), groups)](
+        weights.norm,
+        weights.phi,
+        split,
+        ROWS=width,
+        N=LOGITS,
+        BLOCK_R=64,
+        BLOCK_N=COLUMNS,
+        **launch_settings(weights.phi, 4),
+    )
+    return split
 
 
 def _three_sizes(

@@ -41,16 +41,11 @@ class LogitsTile:
         num_stages: Steps whose loads are in flight.
     """
 
-    tokens: int = 64
+    tokens: int = 128
     depth: int = 64
-    parts: int = 4
+    parts: int = 8
     num_warps: int = 4
     num_stages: int = 3
-
-
-# The fused form holds a tile of each stream and the branch: half as many channels, over more
-# threads, keep them in registers.
-CONNECT_TILE = LogitsTile(depth=32, num_warps=8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +61,7 @@ class MapsTile:
 
     tokens: int = 32
     num_warps: int = 1
-    fast: bool = False
+    fast: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

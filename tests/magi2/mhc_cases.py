@@ -17,7 +17,6 @@ from magi2.initialise import random_weight
 from magi2.modules.mhc import HyperConnections
 from magi2.ops.fused_maps import sinkhorn_triton, stream_maps_triton
 from magi2.ops.fused_streams import (
-    connect_and_project_triton,
     hyper_connect_triton,
     mix_streams_triton,
     stream_logits_triton,
@@ -258,21 +257,6 @@ def bits_of_logits_depend_on_no_other_token(device: str) -> None:
     assert broken[:, :, 30].isnan().any(0).all()
     broken[:, :, 30] = parts[:, :, 30]
     assert_same(broken, parts)
-
-
-@case
-def connecting_and_projecting_at_once_is_both(device: str) -> None:
-    for sizes, dtype in (((9, 0, 11), BF16), ((20, 0, 0), FP32)):
-        x, y, post, res = streams_of(20, 40, dtype, device)
-        weights = map_weights(40, 3, device)
-        out, parts = connect_and_project_triton(x, y, post, res, weights, sizes, SMALL)
-        assert_same(out, hyper_connect_torch(x, y, post, res))
-        apart = stream_logits_triton(out, weights, sizes, SMALL)
-        assert parts.parts.shape == apart.parts.shape
-        assert error(logits_of(parts), logits_of(apart)) < LOGITS_ERROR
-        default = connect_and_project_triton(x, y, post, res, weights, sizes)
-        assert_same(default[0], out)
-        assert error(logits_of(default[1]), logits_of(apart)) < LOGITS_ERROR
 
 
 def hyper_connections(options: Options, device: str) -> HyperConnections:
