@@ -59,15 +59,8 @@ class Job:
 
 def hopper_tiles() -> Iterator[ExpertTiles]:
     """The fused form whose warps have roles; shared memory bounds the slots."""
-    for inner, gate_slots, down_slots in (
-        (64, 2, 1),
-        (32, 3, 3),
-        (32, 4, 2),
-        (32, 2, 2),
-        (64, 1, 2),
-    ):
-        tile = HopperTile(inner=inner, gate_slots=gate_slots, down_slots=down_slots)
-        yield ExpertTiles(block_rows=128, hopper=tile)
+    for slots in (5, 4, 3):
+        yield ExpertTiles(block_rows=128, hopper=HopperTile(slots=slots))
 
 
 def fused_tiles() -> Iterator[ExpertTiles]:

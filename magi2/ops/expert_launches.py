@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from magi2.ops.expert_tiles import (
-    HOPPER,
     ExpertTiles,
     FusedTile,
     HopperTile,
@@ -183,27 +182,25 @@ def _run_fused(
 
 def best_tiles(x_THD: torch.Tensor, inner: int) -> ExpertTiles:
     """The table's tiles for these activations and experts of `inner` channels."""
-    assert HOPPER.hopper is not None
-    hopper = hopper_obstacle(x_THD, inner, HOPPER.hopper) is None
-    return choose_tiles(x_THD.device.type, x_THD.dtype, hopper=hopper)
+    hopper = hopper_obstacle(x_THD, inner) is None
+    fused = _is_hopper(x_THD.device) and x_THD.shape[2] <= FUSED_DIM
+    return choose_tiles(x_THD.device.type, x_THD.dtype, hopper=hopper, fused=fused)
 
 
-def hopper_obstacle(x_THD: torch.Tensor, inner: int, tile: HopperTile) -> str | None:
+def hopper_obstacle(x_THD: torch.Tensor, inner: int) -> str | None:
     """Why the Hopper form cannot run on this input, or None.
 
     Args:
         x_THD: The activations.
         inner: Channels inside an expert.
-        tile: How it would be cut.
     """
     dim = x_THD.shape[2]
-    if x_THD.device.type != "cuda" or torch.cuda.get_device_capability(x_THD.device)[0] != 9:
+    if not _is_hopper(x_THD.device):
         return f"x is on {x_THD.device}: expected a CUDA device of compute capability 9"
     if x_THD.dtype not in (torch.bfloat16, torch.float16):
         return f"x is {x_THD.dtype}: expected bfloat16 or float16"
-    if dim not in (64, 128, 256) or inner % tile.inner:
-        wanted = f"64, 128 or 256 and a multiple of {tile.inner}"
-        return f"head_dim={dim} and inner={inner}: expected {wanted}"
+    if dim != 256 or inner % 64:
+        return f"head_dim={dim} and inner={inner}: expected 256 and a multiple of 64"
     if (x_THD.data_ptr() | x_THD.stride(0) * 2 | x_THD.stride(1) * 2) % 16:
         return f"x has strides {x_THD.stride()}: expected rows at multiples of 16 bytes"
     version = _triton_version()
@@ -211,6 +208,10 @@ def hopper_obstacle(x_THD: torch.Tensor, inner: int, tile: HopperTile) -> str | 
     if version not in GLUON_VERSIONS:
         return f"Triton is {version}: expected one of {GLUON_VERSIONS}, whose Gluon was tried"
     return None
+
+
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 @functools.cache
@@ -229,32 +230,30 @@ def _run_hopper(
     tile: HopperTile,
 ) -> None:
     heads, (dim, inner) = x_THD.shape[1], banks[0].shape[1:]
-    obstacle = hopper_obstacle(x_THD, inner, tile)
+    obstacle = hopper_obstacle(x_THD, inner)
     if obstacle is not None:
         raise ValueError(f"the Hopper form cannot run: {obstacle}. Use other tiles.")
     from magi2.kernels.hopper_experts import bank_descriptor, hopper_experts_kernel
 
-    gate, up = (bank_descriptor(bank, dim, tile.inner) for bank in banks[:2])
+    gate, up = (bank_descriptor(bank, 128, 64) for bank in banks[:2])
     hopper_experts_kernel[_grid(routes.num_blocks, 1, x_THD.device)](
         x_THD,
         gate,
         up,
-        bank_descriptor(banks[2], tile.inner, dim),
+        bank_descriptor(banks[2], 64, dim),
         out_THKD,
         weights_THK,
         routes.slots,
         routes.block_expert,
         routes.padded_total,
+        torch.zeros(1, dtype=torch.int32, device=x_THD.device),
         routes.num_routes,
         x_THD.stride(0),
         x_THD.stride(1),
         HEADS=heads,
         TOP_K=routes.num_routes // (x_THD.shape[0] * heads),
-        D=dim,
         F=inner,
-        BLOCK_F=tile.inner,
-        GATE_SLOTS=tile.gate_slots,
-        DOWN_SLOTS=tile.down_slots,
+        SLOTS=tile.slots,
         num_warps=4,
         # Of each thread at the start; the groups then take what the fetching warp gives back.
         maxnreg=168,

@@ -59,17 +59,13 @@ class FusedTile:
 class HopperTile:
     """Both products in one program whose warps have roles: CUDA, compute capability 9, Triton 3.6.
 
-    Blocks have 128 rows; bfloat16 and float16; head widths 64, 128 and 256.
+    Blocks have 128 rows; bfloat16 and float16; heads of 256 channels.
 
     Attributes:
-        inner: Inner channels of a step; they divide those of an expert.
-        gate_slots: Steps whose tiles of W_gate and W_up are in flight or in use.
-        down_slots: The same for W_down.
+        slots: Tiles of weights, of 32 kB each, that are in flight or in use.
     """
 
-    inner: int
-    gate_slots: int
-    down_slots: int
+    slots: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +99,7 @@ class ExpertTiles:
         sizes += [
             n for tile in (self.gate_up, self.down) if tile for n in (tile.columns, tile.depth)
         ]
-        sizes += [form.inner for form in (self.fused, self.hopper) if form]
+        sizes += [self.fused.inner] if self.fused else []
         wrong = [n for n in sizes if n < 16 or n & (n - 1)]
         if wrong:
             raise ValueError(f"tile sizes {wrong}: expected powers of two from 16 on.")
@@ -128,20 +124,27 @@ _MUSA = ExpertTiles(
 )
 
 
+# 208 kB of shared memory, heads of up to 256 channels: what Hopper takes where the next cannot run.
+_FUSED = ExpertTiles(block_rows=128, fused=FusedTile(inner=32, num_warps=8, num_stages=3))
 # Warps with roles, on the GPUs and the Triton that have what they need.
-HOPPER = ExpertTiles(block_rows=128, hopper=HopperTile(inner=64, gate_slots=2, down_slots=1))
+HOPPER = ExpertTiles(block_rows=128, hopper=HopperTile(slots=5))
 
 
-def choose_tiles(kind: str, dtype: torch.dtype, *, hopper: bool = False) -> ExpertTiles:
+def choose_tiles(
+    kind: str, dtype: torch.dtype, *, hopper: bool = False, fused: bool = False
+) -> ExpertTiles:
     """The table's entry for a kind of device and a dtype.
 
     Args:
         kind: Kind of device: cuda, musa, or cpu under the interpreter.
         dtype: Of activations and weights.
         hopper: Whether `HOPPER` can run there.
+        fused: Whether the form that fuses both products fits there.
     """
     if hopper:
         return HOPPER
     if dtype == torch.float32:
         return _FLOAT32
+    if fused:
+        return _FUSED
     return _MUSA if kind == "musa" else _CUDA

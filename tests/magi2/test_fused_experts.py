@@ -83,10 +83,7 @@ def test_offsets_beyond_two_to_the_31_on_a_gpu():
     assert error(routes, expert_mlp_torch(*last)) < FLOAT64_ERROR[BF16]
 
 
-HOPPER = [
-    HopperTile(inner=64, gate_slots=2, down_slots=1),
-    HopperTile(inner=32, gate_slots=3, down_slots=3),
-]
+HOPPER = [HopperTile(slots=5), HopperTile(slots=3)]
 
 
 @pytest.mark.gpu
@@ -95,9 +92,9 @@ HOPPER = [
 @pytest.mark.parametrize(
     "sizes",
     [
-        (1, 1, 1, 1, 64, 64),
+        (1, 1, 1, 1, 256, 64),
         (1, 3, 6, 8, 256, 1280),
-        (40, 1, 1, 64, 128, 192),
+        (40, 1, 1, 64, 256, 192),
         (70, 2, 2, 3, 256, 64),
         (2000, 3, 6, 8, 256, 1280),
     ],
@@ -122,7 +119,7 @@ def test_hopper_form_matches_the_references(sizes, dtype, hopper):
 def test_hopper_form_keeps_a_nan_in_its_token():
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a GPU of compute capability 9")
-    inputs = expert_inputs((300, 2, 2, 3, 64, 128), BF16, "cuda")
+    inputs = expert_inputs((300, 2, 2, 3, 256, 128), BF16, "cuda")
     inputs[1].fill_(1)  # more rows than a block has, all for one expert
     inputs[0][4, 1, 3] = float("nan")
     routes = expert_mlp_triton(*inputs, tiles=ExpertTiles(block_rows=128, hopper=HOPPER[0]))
@@ -135,8 +132,10 @@ def test_hopper_form_keeps_a_nan_in_its_token():
 def test_hopper_form_compiles_with_running_products_and_fits_the_shared_memory(hopper):
     pytest.importorskip("triton.experimental.gluon", reason="needs triton 3.6")
     assembly, shared = compile_hopper(hopper)
-    # Gate and up for 256 channels and down for the inner ones, in steps of 16, in both groups.
-    assert assembly.count("wgmma.mma_async") == 2 * (2 * 16 + hopper.inner // 16)
+    # In steps of 16: the products with gate and up start a block, run in its loop and end there;
+    # those with down run in the loop and behind it. All of it for both groups.
+    assert assembly.count("wgmma.mma_async") == 2 * (2 * 256 // 16 + 2 * 64 // 16)
+    assert assembly.count("st.local") == 0
     assert shared <= 232448
 
 
@@ -153,13 +152,12 @@ def compile_hopper(hopper: HopperTile) -> tuple[str, int]:
         layout = gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16)
         return f"tensordesc<bf16[{block[0]}, {block[1]}],{layout!r}>"
 
-    wide = descriptor(256, hopper.inner)
-    types = dict.fromkeys(("slots", "block_expert", "padded_total"), "*i32")
+    wide = descriptor(128, 64)
+    types = dict.fromkeys(("slots", "block_expert", "padded_total", "cursor"), "*i32")
     types |= dict.fromkeys(("num_routes", "token_stride", "head_stride"), "i32")
     types |= {"x": "*bf16", "out": "*bf16", "weights": "*fp32", "w_gate": wide, "w_up": wide}
-    types["w_down"] = descriptor(hopper.inner, 256)
-    constants = {"HEADS": 3, "TOP_K": 6, "D": 256, "F": 1280, "BLOCK_F": hopper.inner}
-    constants |= {"GATE_SLOTS": hopper.gate_slots, "DOWN_SLOTS": hopper.down_slots}
+    types["w_down"] = descriptor(64, 256)
+    constants = {"HEADS": 3, "TOP_K": 6, "F": 1280, "SLOTS": hopper.slots}
     names = kernel.arg_names
     aligned = [n for n, kind in types.items() if kind.startswith("*") or n.endswith("stride")]
     source = GluonASTSource(
@@ -175,7 +173,7 @@ def compile_hopper(hopper: HopperTile) -> tuple[str, int]:
 
 def test_hopper_form_says_what_it_needs():
     x = torch.randn(3, 1, 64).bfloat16()
-    assert "compute capability 9" in str(hopper_obstacle(x, 64, HOPPER[0]))
+    assert "compute capability 9" in str(hopper_obstacle(x, 64))
     with pytest.raises(ValueError, match="block_rows=64: expected 128"):
         ExpertTiles(block_rows=64, hopper=HOPPER[0])
 
