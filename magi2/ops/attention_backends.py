@@ -150,8 +150,8 @@ _BACKENDS = {
 }
 
 # What "auto" tries on each kind of device, best first; torch is what is left. Kernels come in here
-# once `benchmarks/bench_attention.py` and the tests marked `gpu` were run there. None so far.
-_AUTO: dict[str, tuple[str, ...]] = {}
+# once `benchmarks/bench_attention.py` and the tests marked `gpu` were run there.
+_AUTO: dict[str, tuple[str, ...]] = {"cuda": ("cudnn", "flash")}
 
 
 def choose_attention(

@@ -32,6 +32,10 @@ class HeadTile:
     num_warps: int = 4
 
 
+# Weighing and gating read one rank's heads at a time, of which the model has three on eight ranks.
+_ONE_RANK = HeadTile(heads=3)
+
+
 def rotated_heads_torch(
     qkv_TF: torch.Tensor,
     q_weight: torch.Tensor,
@@ -179,7 +183,7 @@ def weigh_heads_triton(
             f"out is {list(out_THD.shape)} with strides {out_THD.stride()}: expected "
             f"{list(attended_THD.shape)}, dense."
         )
-    tile = tile or HeadTile()
+    tile = tile or _ONE_RANK
     if attended_THD.numel():
         with on_device(attended_THD):
             weigh_heads_kernel[(-(-tokens // tile.tokens), -(-heads // tile.heads))](
@@ -238,7 +242,7 @@ def gate_heads_triton(
         )
     gate_TH = gate_TH if gate_TH.stride(1) == 1 else gate_TH.contiguous()
     out = received.new_empty(tokens, heads * dim)
-    tile = tile or HeadTile()
+    tile = tile or _ONE_RANK
     if out.numel():
         with on_device(received):
             gate_heads_kernel[(-(-tokens // tile.tokens), -(-heads // tile.heads))](

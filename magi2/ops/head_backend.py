@@ -19,8 +19,9 @@ from ulysses_comm.hardware import Choice
 QKV_BACKENDS = ("auto", "torch", "triton")
 OPERATIONS = ("store", "weigh", "gate")
 
-# Operations that were measured to be faster with Triton, by kind of device. None so far.
-_MEASURED_FASTER: dict[str, tuple[str, ...]] = {}
+# Operations that were measured to be faster with Triton, by kind of device:
+# `benchmarks/bench_attention.py`.
+_MEASURED_FASTER: dict[str, tuple[str, ...]] = {"cuda": OPERATIONS}
 
 
 def check_qkv_backend(requested: str) -> None:
