@@ -195,7 +195,8 @@ class _Run:
             check_alike(self._common_facts(), ranks.world_size)
         # Of no use yet: to find out at once whether there is one.
         make_solver(settings)
-        check_device(self.request.options.moe_backend, ranks.device)
+        for option in ("moe_backend", "qkv_backend", "mhc_backend"):
+            check_device(option, getattr(self.request.options, option), ranks.device)
         # Shapes alone, first of all: it knows which numbers of ranks it can run on.
         model = Magi2Transformer(
             self.release.config, self.request.options, ranks.topology, device="meta"

@@ -72,6 +72,20 @@ def bench_step(
             rich_help_panel=_RUN,
         ),
     ] = "auto",
+    qkv_backend: Annotated[
+        str,
+        typer.Option(
+            help="What runs norms, rotation and gates around the attention: torch, triton, auto.",
+            rich_help_panel=_RUN,
+        ),
+    ] = "auto",
+    mhc_backend: Annotated[
+        str,
+        typer.Option(
+            help="What runs the hyper-connections: torch, triton, or auto.",
+            rich_help_panel=_RUN,
+        ),
+    ] = "auto",
     threads: Annotated[
         int | None,
         typer.Option(
@@ -155,6 +169,8 @@ def bench_step(
             route_sum=route_sum,
             moe_backend=moe_backend,
             attention_backend=attention_backend,
+            qkv_backend=qkv_backend,
+            mhc_backend=mhc_backend,
         ),
         seed=seed,
     )

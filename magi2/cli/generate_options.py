@@ -232,6 +232,20 @@ AttentionBackend = Annotated[
         rich_help_panel=_RUN,
     ),
 ]
+QkvBackend = Annotated[
+    str,
+    typer.Option(
+        help="What runs norms, rotation and gates around the attention: torch, triton, or auto.",
+        rich_help_panel=_RUN,
+    ),
+]
+MhcBackend = Annotated[
+    str,
+    typer.Option(
+        help="What runs the hyper-connections: torch, triton, or auto.",
+        rich_help_panel=_RUN,
+    ),
+]
 Output = Annotated[Path, typer.Option(help="Folder for all results.", rich_help_panel=_RUN)]
 PrintHashes = Annotated[
     bool,

@@ -62,11 +62,12 @@ def choose_backend(
     return Choice("torch", obstacle)
 
 
-def check_device(requested: str, device: torch.device) -> None:
+def check_device(option: str, requested: str, device: torch.device) -> None:
     """Find out before weights are read whether a model on a device can do as it is told.
 
     Args:
-        requested: One of `MOE_BACKENDS`.
+        option: Name of the option, such as "moe_backend".
+        requested: Its value.
         device: Where the model will be.
 
     Raises:
@@ -77,7 +78,7 @@ def check_device(requested: str, device: torch.device) -> None:
     obstacle = device_obstacle(torch.empty(0, device=device), explicit=True) or triton_obstacle()
     if obstacle is not None:
         raise ValueError(
-            f"moe_backend='triton' cannot run on {device.type}: {obstacle}. Use 'auto', which "
+            f"{option}='triton' cannot run on {device.type}: {obstacle}. Use 'auto', which "
             "takes torch then."
         )
 

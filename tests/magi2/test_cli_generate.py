@@ -103,6 +103,10 @@ def test_the_first_run_of_the_documents_leaves_what_they_say(tmp_path, monkeypat
         (["--route-sum", "x"], "route_sum='x'"),
         (["--moe-backend", "x"], "moe_backend='x'"),
         (["--moe-backend", "triton"], "moe_backend='triton' cannot run on cpu: "),
+        (["--qkv-backend", "x"], "qkv_backend='x'"),
+        (["--qkv-backend", "triton"], "qkv_backend='triton' cannot run on cpu: "),
+        (["--mhc-backend", "x"], "mhc_backend='x'"),
+        (["--mhc-backend", "triton"], "mhc_backend='triton' cannot run on cpu: "),
         (["--backend", "x"], "torch.distributed cannot start:"),
     ],
 )

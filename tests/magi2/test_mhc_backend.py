@@ -23,6 +23,9 @@ from tests.magi2.mhc_cases import (
     EPS,
     FP16,
     FP32,
+    LOGITS_ERROR,
+    assert_same,
+    error,
     exact_logits,
     hyper_connections,
     map_weights,
@@ -50,6 +53,13 @@ class Streams:
 def with_triton(monkeypatch):
     monkeypatch.setattr(backend, "_missing_triton", lambda: None)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+
+@pytest.fixture
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("kind", ["cpu", "musa"])
@@ -168,6 +178,60 @@ def test_logits_by_stream_multiply_a_dense_operand_when_compiled(tokens, monkeyp
     assert torch.equal(*operands)
     assert operands[0].stride() == (96, 384, 1)
     assert operands[1].is_contiguous()
+
+
+# The options under which the bits of a compiled region are promised.
+STRICT = {"deterministic": True, "emulate_precision_casts": True}
+
+
+def check_iterations_of_every_length(device: str) -> None:
+    """One graph for all lengths, streams fixed, gives the bits of a graph for one length."""
+
+    def iterate(logits):
+        return sinkhorn_torch(logits, 20, EPS)
+
+    one_graph = torch.compile(iterate, fullgraph=True, dynamic=True, options=STRICT)
+    for tokens in (2, 65, 3702):
+        logits = torch.randn(tokens, 4, 4, device=device) * 5
+        torch._dynamo.mark_static(logits, 1)
+        torch._dynamo.mark_static(logits, 2)
+        torch._dynamo.mark_dynamic(logits, 0)
+        everywhere = one_graph(logits)
+        fixed = torch.compile(iterate, fullgraph=True, dynamic=False, options=STRICT)
+        assert_same(everywhere, fixed(logits.clone()))
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_compiled_iterations_have_the_same_bits_for_any_length():
+    check_iterations_of_every_length("cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("fresh_compiler")
+def test_compiled_iterations_have_the_same_bits_for_any_length_on_a_gpu():
+    check_iterations_of_every_length("cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("tokens", [1031, 3702])
+def test_logits_by_stream_with_what_makes_the_streams_compiled_on_a_gpu(tokens, monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    x, y, post, res = streams_of(tokens, 3072, BF16, "cuda")
+    sizes, weights = (tokens - 31, 9, 22), map_weights(3072, 3, "cuda")
+
+    def connect_and_project(by_stream):
+        streams = hyper_connect_torch(x, y, post, res)
+        return streams, stream_logits_torch(streams, weights, sizes, by_stream)
+
+    run = torch.compile(connect_and_project, fullgraph=True, dynamic=False, options=STRICT)
+    streams, logits = run(True)
+    strided_streams, strided_logits = run(False)
+    assert_same(streams, hyper_connect_torch(x, y, post, res))
+    assert_same(strided_streams, streams)
+    exact = exact_logits(streams, weights, sizes)
+    for result in (logits, strided_logits):
+        assert error(result, exact) < LOGITS_ERROR
 
 
 def test_float64_streams_are_mixed_in_float64():
