@@ -20,9 +20,15 @@ from magi2.ops.backend import route_tokens, run_experts
 from magi2.ops.expert_mlp import expert_mlp_torch
 from magi2.ops.expert_tiles import ExpertTiles, FusedTile, ProductTile
 from magi2.ops.fused_experts import expert_mlp_triton, run_experts_triton, sum_routes_triton
-from magi2.ops.fused_router import choose_experts_triton, route_tokens_triton
+from magi2.ops.fused_router import (
+    FORMS,
+    RouterTile,
+    choose_experts_triton,
+    route_tokens_triton,
+)
 from magi2.ops.route_build import (
     BlockRoutes,
+    RouteTile,
     build_routes_torch,
     build_routes_triton,
     empty_block_routes,
@@ -261,6 +267,14 @@ def junk_routes(like: BlockRoutes, device: str) -> BlockRoutes:
     )
 
 
+# Chunks, steps of the scan and programs end in other places than by default, or all within one.
+ROUTE_TILES = (
+    None,
+    RouteTile(routes=16, scan=512, scan_experts=8, blocks=4, places=16),
+    RouteTile(routes=128, scan=1024, scan_experts=16, scan_warps=4, place_warps=4, blocks=1),
+)
+
+
 @case
 def routes_are_counted_as_they_are_sorted(device: str) -> None:
     for heads, tokens, top_k, experts, block in (
@@ -269,24 +283,70 @@ def routes_are_counted_as_they_are_sorted(device: str) -> None:
         (3, 1, 6, 8, 16),
         (2, 129, 2, 5, 16),
         (3, 70, 6, 40, 32),
+        (1, 40, 8, 8, 128),  # every token takes every expert
+        (2, 11, 7, 300, 16),  # most experts have nothing to do
     ):
         choice = torch.rand(heads, tokens, experts).argsort(-1)[..., :top_k]
         if tokens == 70:
             choice[1] = torch.arange(top_k)  # a head whose tokens agree
-        expected = histogram_routes(number_experts(choice, experts), heads * experts, block)
-        on_device = choice.to(device)
-        built = build_routes_triton(on_device, heads * experts, block)
-        assert_same_routes(built, expected)
-        # What a router gives: int32 in the order tokens, heads, choices.
-        given = on_device.permute(1, 0, 2).int().contiguous().permute(1, 0, 2)
-        junk = junk_routes(expected, device)
-        assert build_routes_triton(given, heads * experts, block, junk) is junk
-        assert_same_routes(junk, expected)
-        sorted_ = build_routes_torch(number_experts(on_device, experts), heads * experts, block)
-        assert_same_routes(sorted_, expected)
+        # The interpreter is slow, and chunks are as many as the routes of a head.
+        for tile in ROUTE_TILES[: 3 if choice[0].numel() < 50 or device != "cpu" else 1]:
+            check_built_routes(choice, experts, block, tile, device)
+
+
+def check_built_routes(
+    choice: torch.Tensor, experts: int, block: int, tile: RouteTile | None, device: str
+) -> None:
+    """Against the histogram: into fresh buffers, and into longer ones that hold junk."""
+    num_experts = choice.shape[0] * experts
+    expected = histogram_routes(number_experts(choice, experts), num_experts, block)
+    on_device = choice.to(device)
+    built = build_routes_triton(on_device, num_experts, block, tile=tile)
+    assert_same_routes(built, expected)
+    # What a router gives: int32 in the order tokens, heads, choices.
+    given = on_device.permute(1, 0, 2).int().contiguous().permute(1, 0, 2)
+    junk = junk_routes(expected, device)
+    assert build_routes_triton(given, num_experts, block, junk, tile=tile) is junk
+    assert_same_routes(junk, expected)
+    sorted_ = build_routes_torch(number_experts(on_device, experts), num_experts, block)
+    assert_same_routes(sorted_, expected)
+
+
+@case
+def routes_of_one_expert_at_every_number_of_choices(device: str) -> None:
+    for top_k in range(1, 9):
+        choice = torch.rand(2, 45, 9).argsort(-1)[..., :top_k]
+        choice[..., 0] = 4
+        # A routing may name an expert twice, though a router does not.
+        choice[0] = 4 if top_k in (1, 5) else choice[0]
+        check_built_routes(choice, 9, 16, ROUTE_TILES[top_k % 3], device)
+
+
+@case
+def longer_buffers_of_routes_are_filled_to_their_end(device: str) -> None:
+    for tokens in (0, 3):
+        like = empty_block_routes(tokens, 5, 4, device)
+        sizes = {"block_rows": 4, "num_routes": tokens}
+        junk = [torch.full((n,), -7, dtype=torch.int32, device=device) for n in (40, 10)]
+        wide = BlockRoutes(
+            slots=junk[0], block_expert=junk[1], padded_total=like.padded_total, **sizes
+        )
+        choice = torch.tensor([2, 0, 2], device=device)[None, :tokens, None]
+        build_routes_triton(choice, 5, 4, wide)
+        live, blocks = ([1, 3, 3, 3, 0, 2, 3, 3], [0, 2]) if tokens else ([], [])
+        assert wide.slots.tolist() == live + [tokens] * (40 - len(live))
+        assert wide.block_expert.tolist() == blocks + [5] * (10 - len(blocks))
+        assert wide.padded_total.item() == len(live)
 
 
 SIGMOID = {"top_k": 3, "score_func": "sigmoid", "route_norm": True, "route_scale": 4.9}
+
+
+# Of each form: several steps and programs, and the last of each with a rest.
+ROUTER_TILES = tuple(
+    RouterTile(tokens=tokens, depth=16, num_stages=2, form=form)
+    for form, tokens in zip(FORMS, (16, 64, 64), strict=True)
+)
 
 
 @case
@@ -300,6 +360,8 @@ def router_chooses_as_the_plain_form(device: str) -> None:
         ((1, 19, 8, 256, 24), ways[1:3]),
         ((1, 5, 2, 600, 16), ways[:1]),
     ):
+        # Of more experts than 256 the tiles are the caller's to find.
+        cuts = ROUTER_TILES if experts <= 256 else ROUTER_TILES[:1]
         for score_func, norm in scores:
             settings = {**SIGMOID, "top_k": top_k, "score_func": score_func, "route_norm": norm}
             x = torch.randn(tokens, heads, dim, device=device).bfloat16()
@@ -310,7 +372,8 @@ def router_chooses_as_the_plain_form(device: str) -> None:
             for mine in (
                 choose_experts_triton(logits, bias, **settings),
                 route_tokens_triton(x, gate, bias, **settings),
-                route_tokens_triton(x.float(), gate, bias, **settings),
+                route_tokens_triton(x.float(), gate, bias, **settings, tile=cuts[-1]),
+                *(route_tokens_triton(x, gate, bias, **settings, tile=cut) for cut in cuts),
             ):
                 assert_same_choice(mine, plain, bias, logits, score_func)
 
@@ -335,12 +398,45 @@ def router_product_has_float32_accuracy(device: str) -> None:
     gate[:, 1:] = gate[:, :1] - 100.0 * x[0, 0].sign().float()  # expert 0 wins for the first token
     exact = torch.einsum("td,d->t", x[:, 0].double(), gate[0, 0].double())
     bias[0, 0] = 2.0  # and now for all of them
-    choice, weights = route_tokens_triton(x, gate * 2.0**-5, bias, **settings)
-    assert (choice == 0).all()
-    logit = torch.logit(weights[0, :, 0].double())
     # A bfloat16 product of the same numbers is off by 0.01 and more.
     inner = exact.abs() * 2.0**-5 < 3
-    torch.testing.assert_close(logit[inner], exact[inner] * 2.0**-5, rtol=0, atol=1e-5)
+    for tile in (None, *ROUTER_TILES):
+        choice, weights = route_tokens_triton(x, gate * 2.0**-5, bias, **settings, tile=tile)
+        assert (choice == 0).all()
+        logit = torch.logit(weights[0, :, 0].double())
+        torch.testing.assert_close(logit[inner], exact[inner] * 2.0**-5, rtol=0, atol=1e-5)
+
+
+@case
+def every_form_of_the_router_orders_as_the_choice_from_logits(device: str) -> None:
+    settings = {**SIGMOID, "top_k": 5}
+    # One channel a token: logits are exact, and most of them tie.
+    x = torch.eye(16, device=device)[torch.arange(70, device=device) % 16]
+    x = x[:, None].expand(-1, 2, -1).bfloat16().contiguous()
+    gate = torch.randint(-1, 2, (2, 24, 16), device=device).float()
+    bias = torch.zeros(2, 24, device=device)
+    bias[:, 7:9] = torch.tensor([float("-inf"), float("nan")], device=device)
+    x[9, 1, 3] = float("nan")
+    logits = router_logits_torch(x, gate)
+    expected = choose_experts_triton(logits, bias, **settings)
+    order = torch.sort(logits + bias[:, None].nan_to_num(100), descending=True, stable=True, dim=-1)
+    plain = order.indices[..., :5]
+    plain[1, 9] = torch.arange(5, device=device)
+    assert torch.equal(expected[0].long(), plain)
+    for tile in ROUTER_TILES:
+        choice, weights = route_tokens_triton(x, gate, bias, **settings, tile=tile)
+        assert torch.equal(choice, expected[0]), tile
+        torch.testing.assert_close(weights, expected[1], rtol=1e-6, atol=0, equal_nan=True)
+
+
+@case
+def router_reads_a_slice_of_heads_as_it_lies(device: str) -> None:
+    wider = torch.randn(19, 5, 32, device=device).bfloat16()
+    gate, bias = torch.randn(2, 24, 32, device=device), torch.randn(2, 24, device=device)
+    for tile in ROUTER_TILES:
+        sliced = route_tokens_triton(wider[:, 1:3], gate, bias, **SIGMOID, tile=tile)
+        dense = route_tokens_triton(wider[:, 1:3].contiguous(), gate, bias, **SIGMOID, tile=tile)
+        assert all(torch.equal(a, b) for a, b in zip(sliced, dense, strict=True))
 
 
 @case
