@@ -114,7 +114,7 @@ def test_the_router_product_keeps_matrix_units_busy_on_hopper():
     sizes |= {"BLOCK_K": 64, "BLOCK_C": 8, "SOFTMAX": False, "NORM": True, "CHOOSE": False}
     sizes["INTERPRETED"] = False
     assembly = compile_for_hopper(router_product_kernel, POINTERS, sizes, num_warps=8, num_stages=4)
-    # Steps of 64 by instructions of 16; the wait inside the loop leaves the product of the step running.
+    # Steps of 64 by instructions of 16; the loop's wait leaves the last step's product running.
     assert assembly.count("wgmma.mma_async") == 64 // 16
     assert "wgmma.wait_group.sync.aligned 1;" in assembly
 
