@@ -13,8 +13,6 @@ import torch
 from magi2.ops.launch import interprets, on_device
 
 MAX_EXPERTS = 1024  # of a head: a program holds the scores of a few tokens for all of them
-
-
 FORMS = ("fused", "beside", "apart")
 
 

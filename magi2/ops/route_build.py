@@ -15,6 +15,7 @@ Example: 2 experts, blocks of 4 slots, 5 routes (R = 5 marks an empty slot); exp
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -44,6 +45,18 @@ class RouteTile:
     place_warps: int = 16
     blocks: int = 32
     places: int = 512
+
+    def __post_init__(self) -> None:
+        sizes = dataclasses.asdict(self)
+        wrong = {name: size for name, size in sizes.items() if size < 1 or size & (size - 1)}
+        if wrong or self.routes > 1024 or self.scan < self.scan_experts:
+            raise ValueError(
+                f"{sizes}: expected powers of two, at most 1024 routes, and scan_experts no more "
+                "than scan."
+            )
+
+
+_TILE = RouteTile()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,7 +234,7 @@ def build_routes_triton(
         out.block_expert.zero_()
         out.slots.fill_(out.num_routes)
         return out
-    tile = tile or RouteTile()
+    tile = tile or _TILE
     chunk_tokens = max(1, tile.routes // max(top_k, 1))
     chunks = -(-tokens // chunk_tokens) if choice_HTK.numel() else 0
     ranks, ledger = (

@@ -106,6 +106,14 @@ def test_a_captured_graph_routes_other_tokens(tile, nan_filled_empty):
         assert torch.equal(mine, fresh)
 
 
+def test_tiles_are_refused_that_no_kernel_takes():
+    with pytest.raises(ValueError, match="expected one of"):
+        RouterTile(tokens=32, form="split")
+    for wrong in ({"routes": 48}, {"routes": 2048}, {"blocks": 0}, {"scan": 4}):
+        with pytest.raises(ValueError, match="expected powers of two"):
+            RouteTile(**wrong)
+
+
 @needs_triton
 def test_the_router_product_keeps_matrix_units_busy_on_hopper():
     from magi2.kernels.router_product import router_product_kernel
