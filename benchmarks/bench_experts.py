@@ -3,15 +3,16 @@
     python benchmarks/bench_experts.py --device cuda     # two production shapes; about a minute
     python benchmarks/bench_experts.py --device cuda --rounds 50 --plain
 
-Baselines of the experts are grouped products of torch, at most 1024 experts a call, sorted and
-gathered by torch; `--plain` adds the reference, which runs expert by expert.
+Baselines of the experts are grouped products of torch, with gate and up side by side in one and a
+compiled activation: "products and sum" leaves sorting, gathering, weights and sum out of their
+time, "experts" has all of it. `--plain` adds the reference, which runs expert by expert.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -25,13 +26,20 @@ from benchmarks.harness import Candidate, Row
 from magi2.ops.expert_launches import best_tiles, run_blocks
 from magi2.ops.expert_mlp import expert_mlp_torch
 from magi2.ops.fused_experts import run_experts_triton, sum_routes_triton
-from magi2.ops.fused_router import choose_experts_triton, route_tokens_triton
+from magi2.ops.fused_router import RouterTile, choose_experts_triton, route_tokens_triton
 from magi2.ops.route_build import build_routes_torch, build_routes_triton, number_experts
 from magi2.ops.routing import choose_experts_torch
 from magi2.ops.token_permute import sum_routes_torch
 
 BOUND = 4e-3  # to the plain form: another order of sums, and one rounding of the sum
 GROUPED_BOUND = 1e-2  # torch rounds gate and up as well, before the activation
+
+# The forms of the router, each with a tile that suits it. Graphs leave the host out of their times.
+ROUTERS = (
+    RouterTile(tokens=32),
+    RouterTile(tokens=64, depth=64, num_stages=2, form="beside"),
+    RouterTile(tokens=128, depth=64, num_warps=8, num_stages=4, form="apart"),
+)
 
 
 def row(
@@ -105,6 +113,15 @@ def product_rows(inputs: ExpertInputs, rounds: int) -> list[Row]:
         Candidate("sum", summed, check),
         Candidate("sum by torch", lambda: inputs.routed.sum(2), check),
     ]
+    if inputs.device.type == "cuda":
+        layout, bound = inputs.laid_out, inputs.close_to(inputs.routed, GROUPED_BOUND)
+        parts.append(
+            Candidate(
+                f"grouped_mm products, {MAX_GROUPS} a call",
+                lambda: inputs.grouped_products(MAX_GROUPS, layout),
+                lambda result: bound(inputs.put_back(result, layout)),
+            )
+        )
     case = "products and sum"
     return [row(inputs, case, ours, parts, rounds, shape.weight_bytes, shape.floor)]
 
@@ -125,8 +142,9 @@ def expert_rows(inputs: ExpertInputs, rounds: int, plain: bool) -> list[Row]:
     if inputs.device.type == "cuda":
         loose = inputs.close_to(inputs.summed, GROUPED_BOUND)
         baselines = [
-            Candidate(f"grouped_mm, {n} a call", lambda n=n: inputs.grouped_mm(n), loose)
-            for n in (256, MAX_GROUPS)
+            Candidate(
+                f"grouped_mm, {MAX_GROUPS} a call", lambda: inputs.grouped_mm(MAX_GROUPS), loose
+            )
         ]
         baselines.append(Candidate("ours, graph", captured(ours, inputs.device), check))
     if plain:
@@ -135,7 +153,7 @@ def expert_rows(inputs: ExpertInputs, rounds: int, plain: bool) -> list[Row]:
     return [row(inputs, "experts", mine, baselines, rounds, shape.weight_bytes, shape.floor)]
 
 
-def route_rows(inputs: ExpertInputs, rounds: int) -> list[Row]:
+def route_rows(inputs: ExpertInputs, rounds: int) -> Iterator[Row]:
     """Time the router, the route build, and both."""
     shape = inputs.shape
     all_experts, block = shape.heads * shape.experts, 128
@@ -148,8 +166,10 @@ def route_rows(inputs: ExpertInputs, rounds: int) -> list[Row]:
     def built() -> torch.Tensor:
         return build_routes_triton(inputs.choice, all_experts, block).slots
 
-    def router() -> torch.Tensor:
-        return route_tokens_triton(inputs.x, inputs.gate, inputs.bias, **inputs.router)[1]
+    def router(tile: RouterTile | None = None) -> torch.Tensor:
+        return route_tokens_triton(inputs.x, inputs.gate, inputs.bias, **inputs.router, tile=tile)[
+            1
+        ]
 
     def from_logits() -> torch.Tensor:
         return choose_experts_triton(inputs.logits(), inputs.bias, **inputs.router)[1]
@@ -180,17 +200,28 @@ def route_rows(inputs: ExpertInputs, rounds: int) -> list[Row]:
         nbytes = inputs.x.nbytes + inputs.gate.nbytes
         return row(inputs, case, Candidate("ours", ours, check), baselines, rounds, nbytes, target)
 
-    return [
-        one("route build", built, slots, before=lambda: before(inputs, block), torch=built_torch),
-        one("router", router, weights, logits_by_torch=from_logits, torch=router_torch),
-        one(
-            "router and route build",
-            everything,
-            weights,
-            torch=all_torch,
-            ours_graph=captured(everything, inputs.device),
-        ),
-    ]
+    def graph(run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        return captured(run, inputs.device)
+
+    # One by one: what came before is kept where a form does not compile.
+    yield one(
+        "route build",
+        built,
+        slots,
+        before=lambda: before(inputs, block),
+        torch=built_torch,
+        ours_graph=graph(built),
+    )
+    yield one(
+        "router and route build", everything, weights, torch=all_torch, ours_graph=graph(everything)
+    )
+    yield one("router", router, weights, logits_by_torch=from_logits, torch=router_torch)
+    forms = {f"{tile.form}_graph": graph(partial(router, tile)) for tile in ROUTERS}
+    logits = inputs.logits()
+    forms["choice_from_logits_graph"] = graph(
+        lambda: choose_experts_triton(logits, inputs.bias, **inputs.router)[1]
+    )
+    yield one("forms of the router", router, weights, **forms)
 
 
 def before(inputs: ExpertInputs, block: int) -> torch.Tensor:

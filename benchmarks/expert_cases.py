@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 
@@ -13,7 +13,7 @@ from magi2.ops.routing import choose_experts_torch, router_logits_torch
 from magi2.ops.swiglu import gated_swiglu7_torch
 
 BF16 = torch.bfloat16
-MAX_GROUPS = 1024  # that torch._grouped_mm takes in one call
+MAX_GROUPS = 768  # of a call of torch._grouped_mm, which refuses 1024: a quarter of all heads
 
 
 @dataclass(frozen=True)
@@ -120,31 +120,77 @@ class ExpertInputs:
         )
         return [0, *counts.cumsum(0).tolist()]
 
-    def grouped_mm(self, groups: int) -> torch.Tensor:
-        """Sort, gather, `torch._grouped_mm` of at most `groups` experts a call, activate, sum.
+    @cached_property
+    def gate_up(self) -> torch.Tensor:
+        """W_gate and W_up side by side, so that one grouped product takes both."""
+        return torch.cat(self.banks[:2], dim=2)
+
+    @cached_property
+    def laid_out(self) -> Layout:
+        """`lay_out`, made before the time is taken."""
+        return self.lay_out()
+
+    def lay_out(self) -> Layout:
+        """Sort the routes by expert and gather their rows, in plain torch."""
+        shape = self.shape
+        first = torch.arange(shape.heads, dtype=torch.int32, device=self.device) * shape.experts
+        expert = (self.choice.int() + first[:, None, None]).permute(1, 0, 2).flatten()
+        ids, order = torch.sort(expert, stable=True)
+        experts = torch.arange(1, shape.heads * shape.experts + 1, device=self.device)
+        ends = torch.searchsorted(ids, experts.int(), out_int32=True)
+        return Layout(self.x.flatten(0, 1)[order // shape.top_k], order, ends)
+
+    def grouped_products(self, groups: int, laid_out: Layout) -> torch.Tensor:
+        """`torch._grouped_mm` of at most `groups` experts a call; unweighted, in expert order.
 
         Where the calls cut the rows is known beforehand, so that no call waits for the device.
         """
-        shape = self.shape
-        rows = shape.heads * shape.experts
-        first = torch.arange(shape.heads, device=self.device)[:, None, None] * shape.experts
-        expert = (self.choice + first).permute(1, 0, 2).flatten()
-        ids, order = torch.sort(expert, stable=True)
-        experts = torch.arange(1, rows + 1, device=self.device)
-        ends = torch.searchsorted(ids, experts, out_int32=True)
-        x = self.x.flatten(0, 1)[order // shape.top_k]
-        gate, up, down = self.banks
-        routes = []
+        rows = self.shape.heads * self.shape.experts
+        activate = fused_by_compiler(_activate, self.device)
+        down, routes = self.banks[2], []
         for start in range(0, rows, groups):
             here = slice(start, min(start + groups, rows))
             low, high = self._bounds[here.start], self._bounds[here.stop]
-            mine, offsets = x[low:high], ends[here] - low
-            hidden = gated_swiglu7_torch(
-                torch._grouped_mm(mine, gate[here], offs=offsets),
-                torch._grouped_mm(mine, up[here], offs=offsets),
-            ).to(BF16)
-            routes.append(torch._grouped_mm(hidden, down[here], offs=offsets))
-        weight = self.weights.permute(1, 0, 2).flatten()[order]
+            offsets = laid_out.ends[here] - low if low else laid_out.ends[here]
+            both = torch._grouped_mm(laid_out.rows[low:high], self.gate_up[here], offs=offsets)
+            routes.append(torch._grouped_mm(activate(both), down[here], offs=offsets))
+        return routes[0] if len(routes) == 1 else torch.cat(routes)
+
+    def put_back(self, routes: torch.Tensor, laid_out: Layout) -> torch.Tensor:
+        """Weighted results by route number, (T, H, K, D), of results in expert order."""
+        shape = self.shape
+        weight = self.weights.permute(1, 0, 2).flatten()[laid_out.order]
         result = torch.empty(shape.routes, shape.dim, dtype=BF16, device=self.device)
-        result[order] = (torch.cat(routes).float() * weight[:, None]).to(BF16)
-        return result.view(shape.tokens, shape.heads, shape.top_k, shape.dim).sum(2)
+        result[laid_out.order] = fused_by_compiler(_weigh, self.device)(routes, weight)
+        return result.view(shape.tokens, shape.heads, shape.top_k, shape.dim)
+
+    def grouped_mm(self, groups: int) -> torch.Tensor:
+        """Everything by torch: sort, gather, grouped products, weights, and the sum."""
+        laid_out = self.lay_out()
+        return self.put_back(self.grouped_products(groups, laid_out), laid_out).sum(2)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Routes in expert order: their rows of x, their numbers, and where each expert's end."""
+
+    rows: torch.Tensor
+    order: torch.Tensor
+    ends: torch.Tensor
+
+
+def _activate(both: torch.Tensor) -> torch.Tensor:
+    gate, up = both.chunk(2, dim=1)
+    return gated_swiglu7_torch(gate, up).to(BF16)
+
+
+def _weigh(routes: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return (routes.float() * weight[:, None]).to(BF16)
+
+
+@cache
+def fused_by_compiler(
+    function: Callable[..., torch.Tensor], device: torch.device
+) -> Callable[..., torch.Tensor]:
+    """One pass over memory instead of one for each operation, on a GPU."""
+    return torch.compile(function) if device.type == "cuda" else function

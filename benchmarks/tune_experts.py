@@ -32,11 +32,19 @@ from benchmarks.jobs import run_jobs
 from magi2.ops.expert_launches import run_blocks
 from magi2.ops.expert_tiles import ExpertTiles, FusedTile, HopperTile, ProductTile
 from magi2.ops.fused_router import RouterTile, route_tokens_triton
-from magi2.ops.route_build import build_routes_triton
+from magi2.ops.route_build import (
+    RouteTile,
+    build_routes_torch,
+    build_routes_triton,
+    number_experts,
+)
 
-KINDS = ("hopper", "fused", "two products", "router")
+KINDS = ("hopper", "fused", "two products", "router", "route build")
 BOUND = 2e-3
 REPEATS = 7
+BLOCK_ROWS = 128  # of the routes that are only built
+
+Tiles = ExpertTiles | RouterTile | RouteTile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +52,7 @@ class Job:
     """One way to run one shape; `rounds` is 0 where it only has to be built."""
 
     shape: Shape
-    tiles: ExpertTiles | RouterTile
+    tiles: Tiles
     device: str
     rounds: int
 
@@ -52,6 +60,8 @@ class Job:
     def kind(self) -> str:
         if isinstance(self.tiles, RouterTile):
             return "router"
+        if isinstance(self.tiles, RouteTile):
+            return "route build"
         if self.tiles.hopper:
             return "hopper"
         return "fused" if self.tiles.fused else "two products"
@@ -131,10 +141,30 @@ def _downs(rows: int) -> Iterator[ProductTile]:
 
 
 def router_tiles() -> Iterator[RouterTile]:
-    for (tokens, warps), depth, stages in product(
-        ((64, 8), (32, 8), (32, 4), (16, 4), (128, 16), (64, 16)), (32, 16, 64), (3, 2, 1)
-    ):
-        yield RouterTile(tokens=tokens, depth=depth, num_warps=warps, num_stages=stages)
+    """Forms by turns, so that each is tried where the time ends early."""
+    fused = product(("fused",), ((32, 4), (16, 4), (32, 8)), (32, 64), (3, 2))
+    beside = product(("beside",), ((64, 4), (64, 8), (128, 8)), (64, 32), (2, 3))
+    apart = product(("apart",), ((128, 8), (64, 4), (64, 8)), (64, 32), (4, 3))
+    for ways in zip(beside, apart, fused, strict=True):
+        for form, (tokens, warps), depth, stages in ways:
+            yield RouterTile(
+                tokens=tokens, depth=depth, num_warps=warps, num_stages=stages, form=form
+            )
+
+
+def route_tiles() -> Iterator[RouteTile]:
+    """Around the default, one thing at a time."""
+    changes: list[dict[str, int]] = [{}, {"routes": 128}, {"routes": 32}]
+    for routes in (64, 128):
+        changes += [
+            {"routes": routes, "scan": 8192},
+            {"routes": routes, "scan": 8192, "scan_warps": 16},
+            {"routes": routes, "scan": 4096, "scan_experts": 16},
+            {"routes": routes, "scan": 2048, "scan_warps": 4},
+        ]
+    changes += [{"place_warps": 32}, {"place_warps": 8}]
+    changes += [{"blocks": 16}, {"blocks": 64}, {"places": 256}, {"places": 1024}]
+    return (RouteTile(**change) for change in changes)
 
 
 @functools.lru_cache(maxsize=1)
@@ -152,7 +182,7 @@ def run_job(job: Job) -> float:
     shape = job.shape
     if not job.rounds:
         # The products know nothing of the number of experts; the router does.
-        experts = shape.experts if job.kind == "router" else min(shape.experts, 8)
+        experts = shape.experts if job.kind in ("router", "route build") else min(shape.experts, 8)
         shape = dataclasses.replace(shape, tokens=min(shape.tokens, 40), experts=experts)
     with torch.no_grad():
         inputs = inputs_of(shape, job.device)
@@ -162,7 +192,7 @@ def run_job(job: Job) -> float:
 
 
 def _candidate(
-    tiles: ExpertTiles | RouterTile, inputs: ExpertInputs
+    tiles: Tiles, inputs: ExpertInputs
 ) -> tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], None]]:
     if isinstance(tiles, RouterTile):
         settings: dict[str, Any] = {**inputs.router, "tile": tiles}
@@ -171,6 +201,8 @@ def _candidate(
             return route_tokens_triton(inputs.x, inputs.gate, inputs.bias, **settings)[1]
 
         return route, inputs.close_to(inputs.weights, 1e-3)
+    if isinstance(tiles, RouteTile):
+        return _route_build(tiles, inputs)
     cut, shape = tiles, inputs.shape
     routes = build_routes_triton(inputs.choice, shape.heads * shape.experts, cut.block_rows)
     weights = inputs.weights.permute(1, 0, 2).contiguous()
@@ -181,6 +213,19 @@ def _candidate(
         return out
 
     return products, inputs.close_to(inputs.routed, BOUND)
+
+
+def _route_build(
+    tile: RouteTile, inputs: ExpertInputs
+) -> tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], None]]:
+    experts, num_experts = inputs.shape.experts, inputs.shape.heads * inputs.shape.experts
+    routed = number_experts(inputs.choice, experts)
+    expected = build_routes_torch(routed, num_experts, BLOCK_ROWS).slots
+
+    def build_routes() -> torch.Tensor:
+        return build_routes_triton(inputs.choice, num_experts, BLOCK_ROWS, tile=tile).slots
+
+    return build_routes, harness.expect_bits(expected)
 
 
 def _times(run: Callable[[], torch.Tensor], rounds: int) -> list[float]:
@@ -262,10 +307,11 @@ def report(log: Log, shapes: Sequence[Shape]) -> None:
 def jobs_of(options: argparse.Namespace) -> list[Job]:
     """All ways in the order in which they are worth their time."""
     shapes = SHAPES if options.device != "cpu" else TINY
-    kinds: list[list[ExpertTiles | RouterTile]] = [
+    kinds: list[list[Tiles]] = [
         list(hopper_tiles()) if options.device != "cpu" else [],
         list(fused_tiles()),
         list(router_tiles()),
+        list(route_tiles()),
         list(product_tiles()),
     ]
     if options.limit:

@@ -11,26 +11,14 @@ row is the exact sum of three bfloat16 ones,
 (8 significant bits each, 24 in all), so x @ g = x @ lo + x @ mid + x @ hi with exact products and
 float32 sums. That costs three times a bfloat16 product, an eighth of a float32 one.
 
-Order among the experts: descending biased score; equal scores by ascending number; NaN before all
-others, as torch.topk has it. -0.0 equals 0.0, and -inf is a score like any other: the choices of a
-token always differ and are always experts.
+The order among the experts is that of `router_choice.py`.
 """
 
 import triton
 import triton.language as tl
 
 from magi2.kernels.expert_blocks import multiply, split_product
-
-_TAKEN = tl.constexpr(-(2**31))  # below the key of every score, -inf included
-_NAN = tl.constexpr(2**31 - 1)
-
-
-@triton.jit
-def _key(score):
-    """An int32 that orders float32 scores, NaN highest."""
-    bits = (score + 0.0).to(tl.int32, bitcast=True)  # + 0.0: -0.0 becomes 0.0
-    key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    return tl.where(score == score, key, _NAN)
+from magi2.kernels.router_choice import TAKEN, order_key, take_best
 
 
 @triton.jit
@@ -69,8 +57,7 @@ def _product(
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def choose_experts_kernel(
-    logits,
+def route_tokens_kernel(
     x,
     gate,
     bias,
@@ -88,40 +75,30 @@ def choose_experts_kernel(
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    PRODUCT: tl.constexpr,
     SOFTMAX: tl.constexpr,
     NORM: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Experts and weights [num_tokens, HEADS, TOP_K] of logits [HEADS, num_tokens, EXPERTS].
-
-    With PRODUCT the logits are x @ gate instead, gate [HEADS * EXPERTS, D] float32.
-    """
+    """Experts and weights [num_tokens, HEADS, TOP_K] of x, gate [HEADS * EXPERTS, D] float32."""
     head = tl.program_id(1)
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     expert = tl.arange(0, BLOCK_E)
-    live = token < num_tokens
     real = (expert < EXPERTS)[None, :]
-    if PRODUCT:
-        logit = _product(
-            x,
-            gate,
-            token,
-            num_tokens,
-            head,
-            token_stride,
-            head_stride,
-            D,
-            EXPERTS,
-            BLOCK_T,
-            BLOCK_E,
-            BLOCK_K,
-            INTERPRETED,
-        )
-    else:
-        row = head.to(tl.int64) * num_tokens + token
-        address = logits + row[:, None] * EXPERTS + expert[None, :]
-        logit = tl.load(address, mask=live[:, None] & real, other=0.0)
+    logit = _product(
+        x,
+        gate,
+        token,
+        num_tokens,
+        head,
+        token_stride,
+        head_stride,
+        D,
+        EXPERTS,
+        BLOCK_T,
+        BLOCK_E,
+        BLOCK_K,
+        INTERPRETED,
+    )
     if SOFTMAX:
         logit = tl.where(real, logit, float("-inf"))
         score = tl.exp(logit - tl.max(logit, 1)[:, None])
@@ -129,23 +106,20 @@ def choose_experts_kernel(
     else:
         score = tl.sigmoid(logit)
     shift = tl.load(bias + head * EXPERTS + expert, mask=expert < EXPERTS, other=0.0)
-    key = tl.where(real, _key(score + shift[None, :]), _TAKEN)
+    key = tl.where(real, order_key(score + shift[None, :]), TAKEN)
     column = tl.arange(0, BLOCK_C)
     chosen = tl.zeros((BLOCK_T, BLOCK_C), tl.int32)
     weight = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
     size = tl.zeros((BLOCK_T,), tl.float32)
     for k in tl.static_range(TOP_K):
-        best = tl.max(key, 1)
-        first = tl.min(tl.where(key == best[:, None], expert[None, :], BLOCK_E), 1)
-        mine = expert[None, :] == first[:, None]
-        key = tl.where(mine, _TAKEN, key)
-        picked = tl.sum(tl.where(mine, score, 0.0), 1)
+        first, key = take_best(key, expert, BLOCK_E)
+        picked = tl.sum(tl.where(expert[None, :] == first[:, None], score, 0.0), 1)
         size += tl.abs(picked)
         chosen = tl.where((column == k)[None, :], first[:, None], chosen)
         weight = tl.where((column == k)[None, :], picked[:, None], weight)
     if NORM:
         weight = weight / tl.where(size < 1e-12, 1e-12, size)[:, None]
     place = ((token.to(tl.int64) * HEADS + head) * TOP_K)[:, None] + column[None, :]
-    mask = live[:, None] & (column < TOP_K)[None, :]
+    mask = (token < num_tokens)[:, None] & (column < TOP_K)[None, :]
     tl.store(choice + place, chosen, mask=mask)
     tl.store(weights + place, weight * route_scale, mask=mask)

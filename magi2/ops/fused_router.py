@@ -1,4 +1,4 @@
-"""Expert choice in one Triton launch, with or without the product that gives the logits.
+"""Expert choice in Triton, with or without the product that gives the logits.
 
 Letters: T tokens, H heads of the mixture, D channels of such a head, E experts of a head.
 """
@@ -6,12 +6,14 @@ Letters: T tokens, H heads of the mixture, D channels of such a head, E experts 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from magi2.ops.launch import interprets, on_device
 
 MAX_EXPERTS = 1024  # of a head: a program holds the scores of a few tokens for all of them
+FORMS = ("fused", "beside", "apart")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,23 +21,53 @@ class RouterTile:
     """How the router is cut into programs.
 
     Attributes:
-        tokens: Of a program, a power of two.
+        tokens: Of a program of the product, a power of two.
         depth: Channels that one step multiplies, a power of two from 16 on.
-        num_warps: Warps of a program.
+        num_warps: Warps of such a program.
         num_stages: Steps whose loads are in flight.
+        form: "fused" takes the router rows apart in each program and stores no logits. The others
+            do that in a launch before, for bfloat16 x only, and store logits: "beside" chooses in
+            the product's program, "apart" in a launch of its own.
     """
 
     tokens: int
     depth: int = 32
-    num_warps: int = 8
+    num_warps: int = 4
     num_stages: int = 3
+    form: str = "fused"
+
+    def __post_init__(self) -> None:
+        if self.form not in FORMS:
+            raise ValueError(f"form={self.form!r}: expected one of {FORMS}.")
 
 
-# 64 rows fill an instruction of the matrix unit, and 64 x 256 scores fit the registers of 8 warps.
-_PRODUCT = RouterTile(tokens=64)
+_FUSED = RouterTile(tokens=32)
 # More experts take the shared memory of several steps.
-_WIDE = RouterTile(tokens=16, depth=16, num_stages=1)
-_LOGITS = RouterTile(tokens=16, num_warps=4)
+_WIDE = RouterTile(tokens=16, depth=16, num_warps=8, num_stages=1)
+# Scores of a program that chooses from logits, and has one warp: rows of 256 experts by four.
+_LOGITS = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rule:
+    """What is chosen, and how it is weighed."""
+
+    top_k: int
+    score_func: str
+    route_norm: bool
+    route_scale: float
+
+    def constants(self, heads: int, experts: int) -> dict[str, Any]:
+        """Arguments that all kernels which choose have in common."""
+        return {
+            "HEADS": heads,
+            "EXPERTS": experts,
+            "TOP_K": self.top_k,
+            "BLOCK_E": max(16, 1 << (experts - 1).bit_length()),
+            "BLOCK_C": 1 << (self.top_k - 1).bit_length(),
+            "SOFTMAX": self.score_func == "softmax",
+            "NORM": self.route_norm,
+        }
 
 
 def choose_experts_triton(
@@ -58,14 +90,12 @@ def choose_experts_triton(
     """
     heads, tokens, experts = logits_HTE.shape
     _check(experts, top_k, score_func)
-    return _launch(
-        logits_HTE.contiguous(),
-        None,
-        bias_HE,
-        (tokens, heads, experts),
-        (top_k, score_func, route_norm, route_scale),
-        _LOGITS,
-    )
+    rule = _Rule(top_k=top_k, score_func=score_func, route_norm=route_norm, route_scale=route_scale)
+    out = _empty_choice(logits_HTE, tokens, heads, top_k)
+    if out[0].numel():
+        with on_device(logits_HTE):
+            _launch_choice(logits_HTE.contiguous(), bias_HE, rule, out)
+    return _head_major(out)
 
 
 def route_tokens_triton(
@@ -79,7 +109,7 @@ def route_tokens_triton(
     route_scale: float,
     tile: RouterTile | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`choose_experts_torch` of `router_logits_torch`, in one launch and without stored logits.
+    """`choose_experts_torch` of `router_logits_torch`, as `RouterTile` describes it.
 
     Args:
         x_THD: (tokens, heads, head_dim), channels adjacent; bfloat16 keeps to the matrix units.
@@ -100,14 +130,15 @@ def route_tokens_triton(
     _check(experts, top_k, score_func)
     if x_THD.stride(2) != 1 and x_THD.shape[2] > 1:
         raise ValueError(f"x has strides {x_THD.stride()}: expected adjacent channels.")
-    return _launch(
-        x_THD,
-        gate_HED.contiguous(),
-        bias_HE,
-        (x_THD.shape[0], heads, experts),
-        (top_k, score_func, route_norm, route_scale),
-        tile or (_PRODUCT if experts <= 256 else _WIDE),
-    )
+    if tile is None or x_THD.dtype != torch.bfloat16:
+        tile = _FUSED if experts <= 256 else _WIDE
+    rule = _Rule(top_k=top_k, score_func=score_func, route_norm=route_norm, route_scale=route_scale)
+    out = _empty_choice(x_THD, x_THD.shape[0], heads, top_k)
+    if out[0].numel():
+        with on_device(x_THD):
+            launch = _launch_fused if tile.form == "fused" else _launch_with_logits
+            launch(x_THD, gate_HED.contiguous(), bias_HE, rule, tile, out)
+    return _head_major(out)
 
 
 def _check(experts: int, top_k: int, score_func: str) -> None:
@@ -119,48 +150,109 @@ def _check(experts: int, top_k: int, score_func: str) -> None:
         raise ValueError(f"score_func={score_func!r}: expected 'sigmoid' or 'softmax'.")
 
 
-def _launch(
-    operand: torch.Tensor,
-    gate: torch.Tensor | None,
-    bias_HE: torch.Tensor,
-    sizes: tuple[int, int, int],
-    settings: tuple[int, str, bool, float],
-    tile: RouterTile,
+def _empty_choice(
+    like: torch.Tensor, tokens: int, heads: int, top_k: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch on logits, or on x where a gate is given."""
-    from magi2.kernels.router import choose_experts_kernel
+    """Choice and weights in the order of route numbers."""
+    size = (tokens, heads, top_k)
+    choice = torch.empty(size, dtype=torch.int32, device=like.device)
+    return choice, torch.empty(size, dtype=torch.float32, device=like.device)
 
-    tokens, heads, experts = sizes
-    top_k, score_func, route_norm, route_scale = settings
-    block_e = max(16, 1 << (experts - 1).bit_length())
-    choice = operand.new_empty(tokens, heads, top_k, dtype=torch.int32)
-    weights = operand.new_empty(tokens, heads, top_k, dtype=torch.float32)
-    if choice.numel():
-        with on_device(operand):
-            choose_experts_kernel[(-(-tokens // tile.tokens), heads)](
-                operand,
-                operand,
-                operand if gate is None else gate,
-                bias_HE.contiguous(),
-                choice,
-                weights,
-                tokens,
-                operand.stride(0),
-                operand.stride(1),
-                route_scale,
-                HEADS=heads,
-                D=operand.shape[2],
-                EXPERTS=experts,
-                TOP_K=top_k,
-                BLOCK_T=tile.tokens,
-                BLOCK_E=block_e,
-                BLOCK_K=tile.depth,
-                BLOCK_C=1 << (top_k - 1).bit_length(),
-                PRODUCT=gate is not None,
-                SOFTMAX=score_func == "softmax",
-                NORM=route_norm,
-                INTERPRETED=interprets(operand),
-                num_warps=tile.num_warps,
-                num_stages=tile.num_stages,
-            )
-    return choice.permute(1, 0, 2), weights.permute(1, 0, 2)
+
+def _head_major(out: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    return out[0].permute(1, 0, 2), out[1].permute(1, 0, 2)
+
+
+def _launch_choice(
+    logits_HTE: torch.Tensor,
+    bias_HE: torch.Tensor,
+    rule: _Rule,
+    out: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    from magi2.kernels.router_choice import choose_from_logits_kernel
+
+    heads, tokens, experts = logits_HTE.shape
+    constants = rule.constants(heads, experts)
+    rows = max(1, _LOGITS // constants["BLOCK_E"])
+    choose_from_logits_kernel[(-(-tokens // rows), heads)](
+        logits_HTE,
+        bias_HE.contiguous(),
+        *out,
+        tokens,
+        rule.route_scale,
+        BLOCK_T=rows,
+        num_warps=1,  # more would share a row, and meet at a barrier for each of its maxima
+        **constants,
+    )
+
+
+def _launch_fused(
+    x_THD: torch.Tensor,
+    gate_HED: torch.Tensor,
+    bias_HE: torch.Tensor,
+    rule: _Rule,
+    tile: RouterTile,
+    out: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    from magi2.kernels.router import route_tokens_kernel
+
+    tokens, heads, dim = x_THD.shape
+    route_tokens_kernel[(-(-tokens // tile.tokens), heads)](
+        x_THD,
+        gate_HED,
+        bias_HE.contiguous(),
+        *out,
+        tokens,
+        x_THD.stride(0),
+        x_THD.stride(1),
+        rule.route_scale,
+        D=dim,
+        BLOCK_T=tile.tokens,
+        BLOCK_K=tile.depth,
+        INTERPRETED=interprets(x_THD),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        **rule.constants(heads, gate_HED.shape[1]),
+    )
+
+
+def _launch_with_logits(
+    x_THD: torch.Tensor,
+    gate_HED: torch.Tensor,
+    bias_HE: torch.Tensor,
+    rule: _Rule,
+    tile: RouterTile,
+    out: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    """Parts of the router rows, then their product with x, then the choice if it is apart."""
+    from magi2.kernels import router_product as kernels
+
+    tokens, heads, dim = x_THD.shape
+    parts = torch.empty(3, gate_HED.numel(), dtype=torch.bfloat16, device=x_THD.device)
+    logits_HTE = torch.empty(
+        heads, tokens, gate_HED.shape[1], dtype=torch.float32, device=x_THD.device
+    )
+    kernels.split_gate_kernel[(-(-gate_HED.numel() // 1024),)](
+        gate_HED, parts, SIZE=gate_HED.numel(), BLOCK=1024, INTERPRETED=interprets(x_THD)
+    )
+    kernels.router_product_kernel[(-(-tokens // tile.tokens), heads)](
+        x_THD,
+        parts,
+        bias_HE.contiguous(),
+        logits_HTE,
+        *out,
+        tokens,
+        x_THD.stride(0),
+        x_THD.stride(1),
+        rule.route_scale,
+        D=dim,
+        BLOCK_T=tile.tokens,
+        BLOCK_K=tile.depth,
+        CHOOSE=tile.form == "beside",
+        INTERPRETED=interprets(x_THD),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        **rule.constants(heads, gate_HED.shape[1]),
+    )
+    if tile.form == "apart":
+        _launch_choice(logits_HTE, bias_HE, rule, out)

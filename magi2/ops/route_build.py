@@ -15,13 +15,48 @@ Example: 2 experts, blocks of 4 slots, 5 routes (R = 5 marks an empty slot); exp
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
 
 from magi2.ops.launch import on_device
 
-CHUNK = 64  # tokens that one program of the counting kernels takes
+
+@dataclass(frozen=True, kw_only=True)
+class RouteTile:
+    """How `build_routes_triton` is cut into programs; all are powers of two.
+
+    Attributes:
+        routes: Of a program that ranks: as many tokens of a head as have no more choices, and at
+            least one. The work of a route grows with it, the counts that are kept shrink.
+        scan: Counts that a program of the scan takes at a time.
+        scan_experts: Experts of such a program.
+        scan_warps: Warps of such a program.
+        place_warps: Warps of the one program that places the experts.
+        blocks: Whose empty slots a program fills.
+        places: Routes that a program puts into their slots.
+    """
+
+    routes: int = 64
+    scan: int = 4096
+    scan_experts: int = 8
+    scan_warps: int = 8
+    place_warps: int = 16
+    blocks: int = 32
+    places: int = 512
+
+    def __post_init__(self) -> None:
+        sizes = dataclasses.asdict(self)
+        wrong = {name: size for name, size in sizes.items() if size < 1 or size & (size - 1)}
+        if wrong or self.routes > 1024 or self.scan < self.scan_experts:
+            raise ValueError(
+                f"{sizes}: expected powers of two, at most 1024 routes, and scan_experts no more "
+                "than scan."
+            )
+
+
+_TILE = RouteTile()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +206,12 @@ def check_buffers(out: BlockRoutes, num_routes: int, num_experts: int, block_row
 
 
 def build_routes_triton(
-    choice_HTK: torch.Tensor, num_experts: int, block_rows: int, out: BlockRoutes | None = None
+    choice_HTK: torch.Tensor,
+    num_experts: int,
+    block_rows: int,
+    out: BlockRoutes | None = None,
+    *,
+    tile: RouteTile | None = None,
 ) -> BlockRoutes:
     """Same integers as `build_routes_torch(number_experts(choice, ...), ...)`, in four launches.
 
@@ -181,56 +221,97 @@ def build_routes_triton(
         num_experts: Experts of all heads together.
         block_rows: Rows of a block, a power of two.
         out: As in `build_routes_torch`.
+        tile: How to cut the work; the same integers whatever it is.
 
     Counts instead of sorting: cheaper by far, since the experts of a head are few.
     """
+    _, tokens, top_k = choice_HTK.shape
+    if out is None:
+        out = empty_block_routes(choice_HTK.numel(), num_experts, block_rows, choice_HTK.device)
+    check_buffers(out, choice_HTK.numel(), num_experts, block_rows)
+    if not num_experts:
+        out.padded_total.zero_()
+        out.block_expert.zero_()
+        out.slots.fill_(out.num_routes)
+        return out
+    tile = tile or _TILE
+    chunk_tokens = max(1, tile.routes // max(top_k, 1))
+    chunks = -(-tokens // chunk_tokens) if choice_HTK.numel() else 0
+    ranks, ledger = (
+        torch.empty(shape, dtype=torch.int32, device=choice_HTK.device)
+        for shape in ((choice_HTK.numel(),), (chunks + 3, num_experts))
+    )
+    with on_device(choice_HTK):
+        _launch(choice_HTK, ranks, ledger, out, chunk_tokens, tile)
+    return out
+
+
+def _launch(
+    choice_HTK: torch.Tensor,
+    ranks: torch.Tensor,
+    ledger: torch.Tensor,
+    out: BlockRoutes,
+    chunk_tokens: int,
+    tile: RouteTile,
+) -> None:
+    """The four launches; `ranks` and `ledger` are scratch, what they hold the kernels say."""
     from magi2.kernels import route_build as kernels
 
     heads, tokens, top_k = choice_HTK.shape
-    device, per_head = choice_HTK.device, num_experts // heads
-    if out is None:
-        out = empty_block_routes(choice_HTK.numel(), num_experts, block_rows, device)
-    check_buffers(out, choice_HTK.numel(), num_experts, block_rows)
-    chunks = -(-tokens // CHUNK)
-    counts, totals, starts = (
-        torch.empty(shape, dtype=torch.int32, device=device)
-        for shape in ((chunks, num_experts), (num_experts,), (num_experts,))
-    )
-    route_sizes = {"HEADS": heads, "TOP_K": top_k, "EXPERTS": per_head, "CHUNK": CHUNK}
-    routed = (tokens, *choice_HTK.stride())
-    with on_device(choice_HTK):
-        if chunks:
-            kernels.count_routes_kernel[(chunks, heads)](
-                choice_HTK, counts, *routed, BLOCK_E=_power(per_head), STEP=32, **route_sizes
-            )
-        kernels.scan_counts_kernel[(-(-num_experts // 16),)](
-            counts, totals, chunks, ALL_EXPERTS=num_experts, BLOCK_E=16, STEP=128
+    chunks, num_experts = ledger.shape[0] - 3, ledger.shape[1]
+    sizes = {"HEADS": heads, "TOP_K": max(top_k, 1), "EXPERTS": num_experts // heads}
+    if chunks:
+        routes = _power(chunk_tokens * top_k)
+        kernels.rank_routes_kernel[(chunks, heads)](
+            choice_HTK,
+            ranks,
+            ledger,
+            tokens,
+            *choice_HTK.stride(),
+            BLOCK_E=_power(num_experts // heads),
+            TOKENS=chunk_tokens,
+            ROUTES=routes,
+            num_warps=min(max(routes // 32, 1), 8),  # a thread counts for one route
+            **sizes,
         )
-        kernels.place_blocks_kernel[(max(1, -(-out.num_blocks // 16)),)](
-            totals,
-            starts,
+    # At least 64: one kernel then serves every short batch.
+    step = min(max(_power(chunks), 64), tile.scan // tile.scan_experts)
+    kernels.scan_counts_kernel[(-(-num_experts // tile.scan_experts),)](
+        ledger,
+        chunks,
+        ALL_EXPERTS=num_experts,
+        BLOCK_E=tile.scan_experts,
+        STEP=step,
+        num_warps=tile.scan_warps,
+    )
+    kernels.place_experts_kernel[(1,)](
+        ledger,
+        out.padded_total,
+        chunks,
+        ALL_EXPERTS=num_experts,
+        BLOCK_E=_power(num_experts),
+        BLOCK_ROWS=out.block_rows,
+        num_warps=tile.place_warps,
+    )
+    programs = -(-out.num_blocks // tile.blocks) + -(-out.num_routes // tile.places)
+    if programs:
+        kernels.fill_slots_kernel[(programs,)](
+            choice_HTK,
+            ranks,
+            ledger,
             out.slots,
             out.block_expert,
-            out.padded_total,
-            out.num_blocks,
+            chunks,
             out.num_routes,
-            ALL_EXPERTS=num_experts,
-            BLOCK_E=_power(num_experts),
-            BLOCK_ROWS=block_rows,
-            BLOCKS=16,
+            out.num_blocks,
+            *choice_HTK.stride(),
+            TOKENS=chunk_tokens,
+            BLOCK_ROWS=out.block_rows,
+            BLOCKS=tile.blocks,
+            STEPS=num_experts.bit_length(),
+            PLACES=tile.places,
+            **sizes,
         )
-        if chunks:
-            kernels.scatter_routes_kernel[(chunks, heads)](
-                choice_HTK,
-                counts,
-                starts,
-                out.slots,
-                *routed,
-                ROUTES=_power(CHUNK * top_k),
-                STEP=32,
-                **route_sizes,
-            )
-    return out
 
 
 def _power(size: int) -> int:

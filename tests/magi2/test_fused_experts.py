@@ -11,7 +11,6 @@ from magi2.ops.expert_launches import best_tiles, hopper_obstacle
 from magi2.ops.expert_mlp import expert_mlp_torch
 from magi2.ops.expert_tiles import ExpertTiles, FusedTile, HopperTile, ProductTile, choose_tiles
 from magi2.ops.fused_experts import check_experts, expert_mlp_triton
-from magi2.ops.route_build import build_routes_torch, build_routes_triton, number_experts
 from tests.magi2.triton_cases import (
     BF16,
     CASES,
@@ -47,15 +46,6 @@ def test_production_widths_on_a_gpu(tokens):
     routes = expert_mlp_triton(*inputs)
     assert error(routes, expert_mlp_torch(*inputs)) < 1e-3
     assert torch.equal(routes, expert_mlp_triton(*inputs))
-
-
-@pytest.mark.gpu
-def test_routes_of_a_production_layer_on_a_gpu():
-    choice = torch.rand(3, 14808, 256, device="cuda").pow(3).topk(6).indices
-    built = build_routes_triton(choice, 768, 128)
-    expected = build_routes_torch(number_experts(choice, 256), 768, 128)
-    for name in ("slots", "block_expert", "padded_total"):
-        assert torch.equal(getattr(built, name), getattr(expected, name)), name
 
 
 @pytest.mark.gpu

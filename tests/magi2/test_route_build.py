@@ -1,4 +1,4 @@
-"""Route blocks against a histogram, route by route; the Triton form is among `triton_cases`."""
+"""Route blocks against a histogram, route by route; the Triton form is among `route_cases`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from magi2.ops.route_build import (
     route_capacity,
 )
 from magi2.ops.token_permute import expert_order
-from tests.magi2.triton_cases import assert_same_routes, histogram_routes, junk_routes
+from tests.magi2.route_cases import assert_same_routes, histogram_routes, junk_routes
 
 LISTS = [
     [],

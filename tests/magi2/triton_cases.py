@@ -20,15 +20,6 @@ from magi2.ops.backend import route_tokens, run_experts
 from magi2.ops.expert_mlp import expert_mlp_torch
 from magi2.ops.expert_tiles import ExpertTiles, FusedTile, ProductTile
 from magi2.ops.fused_experts import expert_mlp_triton, run_experts_triton, sum_routes_triton
-from magi2.ops.fused_router import choose_experts_triton, route_tokens_triton
-from magi2.ops.route_build import (
-    BlockRoutes,
-    build_routes_torch,
-    build_routes_triton,
-    empty_block_routes,
-    number_experts,
-)
-from magi2.ops.routing import choose_experts_torch, router_logits_torch
 from magi2.ops.token_permute import sum_routes_torch
 from magi2.options import Options
 from tests.magi2.golden import FOLDER, MODULE_RELATIVE_RMS, GoldenFile, rms_error
@@ -43,6 +34,8 @@ CASES: dict[str, Case] = {}
 FLOAT64_ERROR = {BF16: 4e-3, FP16: 5e-4, FP32: 2e-6}
 # To the plain form, which rounds in the same places: only sums that fall on the other side differ.
 TORCH_ERROR = {BF16: 1e-3, FP16: 2e-4, FP32: 2e-6}
+
+SIGMOID = {"top_k": 3, "score_func": "sigmoid", "route_norm": True, "route_scale": 4.9}
 
 
 def case(function: Case) -> Case:
@@ -220,153 +213,6 @@ def sums_have_the_bits_of_the_plain_form(device: str) -> None:
                 narrow = choice.int() if dtype == FP32 else choice
                 summed = sum_routes_triton(routes, narrow, order)
                 assert torch.equal(summed, sum_routes_torch(routes, choice, order))
-
-
-def histogram_routes(expert: torch.Tensor, num_experts: int, block: int) -> BlockRoutes:
-    """The layout that `build_routes_torch` promises, one route at a time."""
-    out = empty_block_routes(expert.numel(), num_experts, block, "cpu")
-    lists: list[list[int]] = [[] for _ in range(num_experts)]
-    for route, owner in enumerate(expert.flatten().tolist()):
-        lists[owner].append(route)
-    slots, blocks = [], []
-    for owner, routes in enumerate(lists):
-        count = -(-len(routes) // block)
-        slots += routes + [expert.numel()] * (count * block - len(routes))
-        blocks += [owner] * count
-    out.padded_total.fill_(len(slots))
-    out.slots.copy_(torch.tensor(slots + [expert.numel()] * (out.slots.numel() - len(slots))))
-    out.block_expert.copy_(torch.tensor(blocks + [num_experts] * (out.num_blocks - len(blocks))))
-    return out
-
-
-def assert_same_routes(actual: BlockRoutes, expected: BlockRoutes) -> None:
-    for name in ("slots", "block_expert", "padded_total"):
-        mine, theirs = getattr(actual, name), getattr(expected, name)
-        assert mine.dtype == torch.int32, name
-        assert torch.equal(mine.cpu(), theirs), name
-    assert (actual.block_rows, actual.num_routes) == (expected.block_rows, expected.num_routes)
-
-
-def junk_routes(like: BlockRoutes, device: str) -> BlockRoutes:
-    sizes = (like.slots.numel(), like.num_blocks, 1)
-    slots, blocks, total = (
-        torch.full((size,), -7, dtype=torch.int32, device=device) for size in sizes
-    )
-    return BlockRoutes(
-        slots=slots,
-        block_expert=blocks,
-        padded_total=total,
-        block_rows=like.block_rows,
-        num_routes=like.num_routes,
-    )
-
-
-@case
-def routes_are_counted_as_they_are_sorted(device: str) -> None:
-    for heads, tokens, top_k, experts, block in (
-        (2, 0, 2, 4, 16),
-        (1, 1, 1, 1, 16),
-        (3, 1, 6, 8, 16),
-        (2, 129, 2, 5, 16),
-        (3, 70, 6, 40, 32),
-    ):
-        choice = torch.rand(heads, tokens, experts).argsort(-1)[..., :top_k]
-        if tokens == 70:
-            choice[1] = torch.arange(top_k)  # a head whose tokens agree
-        expected = histogram_routes(number_experts(choice, experts), heads * experts, block)
-        on_device = choice.to(device)
-        built = build_routes_triton(on_device, heads * experts, block)
-        assert_same_routes(built, expected)
-        # What a router gives: int32 in the order tokens, heads, choices.
-        given = on_device.permute(1, 0, 2).int().contiguous().permute(1, 0, 2)
-        junk = junk_routes(expected, device)
-        assert build_routes_triton(given, heads * experts, block, junk) is junk
-        assert_same_routes(junk, expected)
-        sorted_ = build_routes_torch(number_experts(on_device, experts), heads * experts, block)
-        assert_same_routes(sorted_, expected)
-
-
-SIGMOID = {"top_k": 3, "score_func": "sigmoid", "route_norm": True, "route_scale": 4.9}
-
-
-@case
-def router_chooses_as_the_plain_form(device: str) -> None:
-    ways = list(product(("sigmoid", "softmax"), (True, False)))
-    # Every kind of score at one size: a GPU's compiler takes a second or more for each of them.
-    for (heads, tokens, top_k, experts, dim), scores in (
-        ((2, 70, 6, 40, 48), ways),
-        ((2, 0, 2, 4, 16), ways[:1]),
-        ((1, 1, 1, 1, 16), ways[:1]),
-        ((1, 19, 8, 256, 24), ways[1:3]),
-        ((1, 5, 2, 600, 16), ways[:1]),
-    ):
-        for score_func, norm in scores:
-            settings = {**SIGMOID, "top_k": top_k, "score_func": score_func, "route_norm": norm}
-            x = torch.randn(tokens, heads, dim, device=device).bfloat16()
-            gate = torch.randn(heads, experts, dim, device=device) * dim**-0.5
-            bias = torch.randn(heads, experts, device=device) * 0.1
-            logits = router_logits_torch(x, gate)
-            plain = choose_experts_torch(logits, bias, **settings)
-            for mine in (
-                choose_experts_triton(logits, bias, **settings),
-                route_tokens_triton(x, gate, bias, **settings),
-                route_tokens_triton(x.float(), gate, bias, **settings),
-            ):
-                assert_same_choice(mine, plain, bias, logits, score_func)
-
-
-def assert_same_choice(mine, plain, bias, logits, score_func) -> None:
-    """Equal experts but for scores that rounding may swap, and weights to a few roundings."""
-    scores = logits.double().sigmoid() if score_func == "sigmoid" else logits.double().softmax(-1)
-    biased = scores + bias.double()[:, None]
-    chosen = [biased.gather(-1, choice.long()) for choice in (mine[0], plain[0])]
-    torch.testing.assert_close(chosen[0], chosen[1], rtol=0, atol=1e-6)
-    same = mine[0] == plain[0]
-    assert same.numel() == 0 or same.float().mean() > 0.99
-    assert mine[0].dtype == torch.int32
-    torch.testing.assert_close(mine[1][same], plain[1][same], rtol=2e-5, atol=1e-6)
-
-
-@case
-def router_product_has_float32_accuracy(device: str) -> None:
-    x = torch.randn(64, 1, 256, device=device).bfloat16()
-    gate, bias = torch.randn(1, 32, 256, device=device), torch.zeros(1, 32, device=device)
-    settings = {"top_k": 1, "score_func": "sigmoid", "route_norm": False, "route_scale": 1.0}
-    gate[:, 1:] = gate[:, :1] - 100.0 * x[0, 0].sign().float()  # expert 0 wins for the first token
-    exact = torch.einsum("td,d->t", x[:, 0].double(), gate[0, 0].double())
-    bias[0, 0] = 2.0  # and now for all of them
-    choice, weights = route_tokens_triton(x, gate * 2.0**-5, bias, **settings)
-    assert (choice == 0).all()
-    logit = torch.logit(weights[0, :, 0].double())
-    # A bfloat16 product of the same numbers is off by 0.01 and more.
-    inner = exact.abs() * 2.0**-5 < 3
-    torch.testing.assert_close(logit[inner], exact[inner] * 2.0**-5, rtol=0, atol=1e-5)
-
-
-@case
-def router_breaks_ties_by_number_and_puts_nan_first(device: str) -> None:
-    settings = {**SIGMOID, "top_k": 4}
-    logits = torch.randint(-1, 2, (2, 33, 24), device=device).float()
-    bias = torch.zeros(2, 24, device=device)
-    choice, _ = choose_experts_triton(logits, bias, **settings)
-    expected = torch.sort(logits, dim=-1, descending=True, stable=True).indices[..., :4]
-    assert torch.equal(choice.long(), expected)
-    logits[0, 3, 7] = float("nan")
-    logits[1, 5] = float("nan")
-    choice, weights = choose_experts_triton(logits, bias, **settings)
-    assert choice[0, 3, 0] == 7
-    assert choice[1, 5].tolist() == [0, 1, 2, 3]
-    assert weights.isnan().sum() == 8
-    bias[1, 9] = torch.copysign(torch.tensor(float("nan")), torch.tensor(-1.0))
-    choice, _ = choose_experts_triton(torch.zeros_like(logits), bias, **settings)
-    assert (choice[1, :, 0] == 9).all()
-    bias.fill_(float("-inf"))
-    choice, _ = choose_experts_triton(torch.randn_like(logits), bias, **settings)
-    assert torch.equal(choice.long(), torch.arange(4, device=device).expand_as(choice))
-    bias[0, :6] = -0.0
-    bias[0, 2] = 0.0
-    choice, _ = choose_experts_triton(torch.full_like(logits, -200.0), bias, **settings)
-    assert torch.equal(choice[0].long(), torch.arange(4, device=device).expand_as(choice[0]))
 
 
 @case
