@@ -307,20 +307,19 @@ def report(log: Log, shapes: Sequence[Shape]) -> None:
 def jobs_of(options: argparse.Namespace) -> list[Job]:
     """All ways in the order in which they are worth their time."""
     shapes = SHAPES if options.device != "cpu" else TINY
-    kinds: list[list[Tiles]] = [
-        list(hopper_tiles()) if options.device != "cpu" else [],
-        list(fused_tiles()),
-        list(router_tiles()),
-        list(route_tiles()),
-        list(product_tiles()),
-    ]
-    if options.limit:
-        kinds = [ways[: options.limit] for ways in kinds]
+    kinds: dict[str, list[Tiles]] = {
+        "hopper": list(hopper_tiles()) if options.device != "cpu" else [],
+        "fused": list(fused_tiles()),
+        "router": list(router_tiles()),
+        "route build": list(route_tiles()),
+        "two products": list(product_tiles()),
+    }
     return [
         Job(shape, tiles, options.device, REPEATS)
-        for ways in kinds
+        for kind, ways in kinds.items()
+        if kind in (options.only or KINDS)
         for shape in shapes
-        for tiles in ways
+        for tiles in (ways[: options.limit] if options.limit else ways)
     ]
 
 
@@ -336,6 +335,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--workers", type=int, default=12, help="processes that compile, default 12"
     )
+    parser.add_argument("--only", nargs="+", choices=KINDS, help="kinds of ways, default all")
     parser.add_argument("--limit", type=int, default=0, help="ways of each kind, 0 for all")
     options = parser.parse_args(arguments)
     end = time.monotonic() + options.seconds
