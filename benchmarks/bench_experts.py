@@ -37,7 +37,6 @@ GROUPED_BOUND = 1e-2  # torch rounds gate and up as well, before the activation
 # The forms of the router, each with a tile that suits it. Graphs leave the host out of their times.
 ROUTERS = (
     RouterTile(tokens=32),
-    RouterTile(tokens=64, depth=64, num_stages=2, form="beside"),
     RouterTile(tokens=128, depth=64, num_warps=8, num_stages=4, form="apart"),
 )
 

@@ -143,9 +143,8 @@ def _downs(rows: int) -> Iterator[ProductTile]:
 def router_tiles() -> Iterator[RouterTile]:
     """Forms by turns, so that each is tried where the time ends early."""
     fused = product(("fused",), ((32, 4), (16, 4), (32, 8)), (32, 64), (3, 2))
-    beside = product(("beside",), ((64, 4), (64, 8), (128, 8)), (64, 32), (2, 3))
     apart = product(("apart",), ((128, 8), (64, 4), (64, 8)), (64, 32), (4, 3))
-    for ways in zip(beside, apart, fused, strict=True):
+    for ways in zip(apart, fused, strict=True):
         for form, (tokens, warps), depth, stages in ways:
             yield RouterTile(
                 tokens=tokens, depth=depth, num_warps=warps, num_stages=stages, form=form

@@ -1,4 +1,4 @@
-"""Router logits of bfloat16 tokens through parts of the router rows, with or without the choice.
+"""Router logits of bfloat16 tokens through parts of the router rows.
 
 A float32 router row is the exact sum of three bfloat16 ones, as `router.py` explains. Here a launch
 of its own takes the rows apart, once for all tokens, so that the product is a plain bfloat16 one.
@@ -7,8 +7,7 @@ of its own takes the rows apart, once for all tokens, so that the product is a p
 import triton
 import triton.language as tl
 
-from magi2.kernels.expert_blocks import multiply, narrow, widen
-from magi2.kernels.router_choice import choose
+from magi2.kernels.expert_blocks import multiply, split_in_three
 
 
 @triton.jit
@@ -19,10 +18,7 @@ def split_gate_kernel(
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < SIZE
     value = tl.load(gate + place, mask=inside, other=0.0)
-    hi = narrow(value, tl.bfloat16, INTERPRETED)
-    rest = value - widen(hi, INTERPRETED)
-    mid = narrow(rest, tl.bfloat16, INTERPRETED)
-    lo = narrow(rest - widen(mid, INTERPRETED), tl.bfloat16, INTERPRETED)
+    hi, mid, lo = split_in_three(value, INTERPRETED)
     tl.store(parts + place, lo, mask=inside)
     tl.store(parts + SIZE + place, mid, mask=inside)
     tl.store(parts + 2 * SIZE + place, hi, mask=inside)
@@ -32,28 +28,19 @@ def split_gate_kernel(
 def router_product_kernel(
     x,
     parts,
-    bias,
     logits,
-    choice,
-    weights,
     num_tokens,
     token_stride,
     head_stride,
-    route_scale,
     HEADS: tl.constexpr,
     D: tl.constexpr,
     EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    SOFTMAX: tl.constexpr,
-    NORM: tl.constexpr,
-    CHOOSE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """`logits` [HEADS, num_tokens, EXPERTS], and with CHOOSE the choice and weights too.
+    """`logits` [HEADS, num_tokens, EXPERTS].
 
     A program owns BLOCK_T tokens of one head and all experts of that head.
     """
@@ -82,24 +69,3 @@ def router_product_kernel(
     row = head.to(tl.int64) * num_tokens + token
     known = live[:, None] & (expert < EXPERTS)[None, :]
     tl.store(logits + row[:, None] * EXPERTS + expert[None, :], logit, mask=known)
-    if CHOOSE:
-        tl.debug_barrier()  # the chosen logits are read again, by other threads
-        choose(
-            logit,
-            logits,
-            bias,
-            choice,
-            weights,
-            token,
-            num_tokens,
-            head,
-            route_scale,
-            HEADS,
-            EXPERTS,
-            TOP_K,
-            BLOCK_T,
-            BLOCK_E,
-            BLOCK_C,
-            SOFTMAX,
-            NORM,
-        )

@@ -13,7 +13,7 @@ import torch
 from magi2.ops.launch import interprets, on_device
 
 MAX_EXPERTS = 1024  # of a head: a program holds the scores of a few tokens for all of them
-FORMS = ("fused", "beside", "apart")
+FORMS = ("fused", "apart")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,9 +25,9 @@ class RouterTile:
         depth: Channels that one step multiplies, a power of two from 16 on.
         num_warps: Warps of such a program.
         num_stages: Steps whose loads are in flight.
-        form: "fused" takes the router rows apart in each program and stores no logits. The others
-            do that in a launch before, for bfloat16 x only, and store logits: "beside" chooses in
-            the product's program, "apart" in a launch of its own.
+        form: "fused" takes the router rows apart in each program and stores no logits. "apart", for
+            bfloat16 x only, does that in a launch before, stores logits, and chooses in a launch
+            behind.
     """
 
     tokens: int
@@ -42,10 +42,17 @@ class RouterTile:
 
 
 _FUSED = RouterTile(tokens=32)
+# 192 kB of shared memory: Hopper and later.
+_APART = RouterTile(tokens=128, depth=64, num_warps=8, num_stages=4, form="apart")
 # More experts take the shared memory of several steps.
 _WIDE = RouterTile(tokens=16, depth=16, num_warps=8, num_stages=1)
 # Scores of a program that chooses from logits, and has one warp: rows of 256 experts by four.
 _LOGITS = 1024
+
+
+def padded_experts(experts: int) -> int:
+    """Columns of a program's scores: a power of two that a matrix unit takes."""
+    return max(16, 1 << (experts - 1).bit_length())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +70,7 @@ class _Rule:
             "HEADS": heads,
             "EXPERTS": experts,
             "TOP_K": self.top_k,
-            "BLOCK_E": max(16, 1 << (experts - 1).bit_length()),
+            "BLOCK_E": padded_experts(experts),
             "BLOCK_C": 1 << (self.top_k - 1).bit_length(),
             "SOFTMAX": self.score_func == "softmax",
             "NORM": self.route_norm,
@@ -131,7 +138,7 @@ def route_tokens_triton(
     if x_THD.stride(2) != 1 and x_THD.shape[2] > 1:
         raise ValueError(f"x has strides {x_THD.stride()}: expected adjacent channels.")
     if tile is None or x_THD.dtype != torch.bfloat16:
-        tile = _FUSED if experts <= 256 else _WIDE
+        tile = _best_tile(x_THD, experts)
     rule = _Rule(top_k=top_k, score_func=score_func, route_norm=route_norm, route_scale=route_scale)
     out = _empty_choice(x_THD, x_THD.shape[0], heads, top_k)
     if out[0].numel():
@@ -139,6 +146,16 @@ def route_tokens_triton(
             launch = _launch_fused if tile.form == "fused" else _launch_with_logits
             launch(x_THD, gate_HED.contiguous(), bias_HE, rule, tile, out)
     return _head_major(out)
+
+
+def _best_tile(x_THD: torch.Tensor, experts: int) -> RouterTile:
+    if experts > 256:
+        return _WIDE
+    if x_THD.dtype == torch.bfloat16 and x_THD.device.type == "cuda":
+        major, _ = torch.cuda.get_device_capability(x_THD.device)
+        if major in (9, 10):
+            return _APART
+    return _FUSED
 
 
 def _check(experts: int, top_k: int, score_func: str) -> None:
@@ -224,7 +241,7 @@ def _launch_with_logits(
     tile: RouterTile,
     out: tuple[torch.Tensor, torch.Tensor],
 ) -> None:
-    """Parts of the router rows, then their product with x, then the choice if it is apart."""
+    """Parts of the router rows, then their product with x, then the choice."""
     from magi2.kernels import router_product as kernels
 
     tokens, heads, dim = x_THD.shape
@@ -238,21 +255,18 @@ def _launch_with_logits(
     kernels.router_product_kernel[(-(-tokens // tile.tokens), heads)](
         x_THD,
         parts,
-        bias_HE.contiguous(),
         logits_HTE,
-        *out,
         tokens,
         x_THD.stride(0),
         x_THD.stride(1),
-        rule.route_scale,
+        HEADS=heads,
+        EXPERTS=gate_HED.shape[1],
         D=dim,
         BLOCK_T=tile.tokens,
+        BLOCK_E=padded_experts(gate_HED.shape[1]),
         BLOCK_K=tile.depth,
-        CHOOSE=tile.form == "beside",
         INTERPRETED=interprets(x_THD),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        **rule.constants(heads, gate_HED.shape[1]),
     )
-    if tile.form == "apart":
-        _launch_choice(logits_HTE, bias_HE, rule, out)
+    _launch_choice(logits_HTE, bias_HE, rule, out)

@@ -151,7 +151,7 @@ def longer_buffers_of_routes_are_filled_to_their_end(device: str) -> None:
 # Of each form: several steps and programs, and the last of each with a rest.
 ROUTER_TILES = tuple(
     RouterTile(tokens=tokens, depth=16, num_stages=2, form=form)
-    for form, tokens in zip(FORMS, (16, 64, 64), strict=True)
+    for form, tokens in zip(FORMS, (16, 64), strict=True)
 )
 
 

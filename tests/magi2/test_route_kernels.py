@@ -25,10 +25,9 @@ needs_triton = pytest.mark.skipif(
 )
 FORM_TILES = [
     RouterTile(tokens=32),
-    RouterTile(tokens=64, depth=64, num_stages=2, form="beside"),
     RouterTile(tokens=128, depth=64, num_warps=8, form="apart"),
 ]
-POINTERS = {
+TYPES = {
     "x": "*bf16",
     "parts": "*bf16",
     "bias": "*fp32",
@@ -40,6 +39,10 @@ POINTERS = {
     "head_stride": "i32",
     "route_scale": "fp32",
 }
+
+
+def types_of(kernel) -> dict[str, str]:
+    return {name: kind for name, kind in TYPES.items() if name in kernel.arg_names}
 
 
 @needs_triton
@@ -118,10 +121,10 @@ def test_tiles_are_refused_that_no_kernel_takes():
 def test_the_router_product_keeps_matrix_units_busy_on_hopper():
     from magi2.kernels.router_product import router_product_kernel
 
-    sizes = {"HEADS": 3, "D": 256, "EXPERTS": 256, "TOP_K": 6, "BLOCK_T": 128, "BLOCK_E": 256}
-    sizes |= {"BLOCK_K": 64, "BLOCK_C": 8, "SOFTMAX": False, "NORM": True, "CHOOSE": False}
-    sizes["INTERPRETED"] = False
-    assembly = compile_for_hopper(router_product_kernel, POINTERS, sizes, num_warps=8, num_stages=4)
+    sizes = {"HEADS": 3, "D": 256, "EXPERTS": 256, "BLOCK_T": 128, "BLOCK_E": 256}
+    sizes |= {"BLOCK_K": 64, "INTERPRETED": False}
+    types = types_of(router_product_kernel)
+    assembly = compile_for_hopper(router_product_kernel, types, sizes, num_warps=8, num_stages=4)
     # Steps of 64 by instructions of 16; the loop's wait leaves the last step's product running.
     assert assembly.count("wgmma.mma_async") == 64 // 16
     assert "wgmma.wait_group.sync.aligned 1;" in assembly
@@ -131,9 +134,7 @@ def test_the_router_product_keeps_matrix_units_busy_on_hopper():
 def test_a_warp_chooses_without_barriers_on_hopper():
     from magi2.kernels.router_choice import choose_from_logits_kernel
 
-    types = {
-        name: kind for name, kind in POINTERS.items() if name in choose_from_logits_kernel.arg_names
-    }
+    types = types_of(choose_from_logits_kernel)
     sizes = {"HEADS": 3, "EXPERTS": 256, "TOP_K": 6, "BLOCK_T": 4, "BLOCK_E": 256, "BLOCK_C": 8}
     sizes |= {"SOFTMAX": False, "NORM": True}
     assembly = compile_for_hopper(choose_from_logits_kernel, types, sizes, num_warps=1)
