@@ -201,7 +201,7 @@ class _Bench:
         if self.simulated or wish == "collective":
             return ""
         try:
-            from ulysses_comm import use_transport  # type: ignore[attr-defined, unused-ignore]
+            from ulysses_comm import use_transport
         except ImportError:
             return "this ulysses_comm has no use_transport"
         try:
@@ -284,7 +284,7 @@ def geometry_of(preset: str, world_size: int, tokens: int) -> Geometry:
 
 def _explain(ranks: Ranks) -> str:
     try:
-        from ulysses_comm import explain_transport  # type: ignore[attr-defined, unused-ignore]
+        from ulysses_comm import explain_transport
     except ImportError:
         return "collective: the only one there is"
     return str(explain_transport(ranks.topology.sequence_group))

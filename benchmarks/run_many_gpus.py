@@ -84,9 +84,9 @@ def steps_of(kinds: Sequence[str], worlds: Sequence[int], device: str, out: Path
                 steps.append(Step(name, [*script, *ranks, *common, *folder], seconds + 45))
             elif kind == "magi2" and world in LAYOUTS:
                 script = [f"{here}/bench_magi2_ranks.py", "--layout", *LAYOUTS[world]]
-                limits = ["--seconds", "240", "--limit", "80", "--out", str(out)]
+                limits = ["--seconds", "270", "--limit", "110", "--out", str(out)]
                 short = [] if on_gpu else ["--steps", "3"]
-                steps.append(Step(name, [*script, *common, *limits, *short], 260))
+                steps.append(Step(name, [*script, *common, *limits, *short], 290))
     return steps
 
 

@@ -60,7 +60,7 @@ class Groups:
 def use_symmetric_memory(group: dist.ProcessGroup, mode: str) -> str:
     """Choose the transport for a group; return why it cannot be, or an empty text."""
     try:
-        from ulysses_comm import use_transport  # type: ignore[attr-defined, unused-ignore]
+        from ulysses_comm import use_transport
     except ImportError:
         return "this ulysses_comm has no use_transport"
     try:

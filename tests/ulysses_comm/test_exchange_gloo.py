@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import cases, reference
+from tests import bits, cases, reference
 from tests.bits import SPECIAL_PATTERNS, assert_same_bits
 from tests.cases import BF16, FP16, FP32, HEAD_DIM
 from tests.ranks import run_ranks
@@ -151,7 +151,8 @@ def check_zero_tokens(group: dist.ProcessGroup) -> None:
     rank, world_size = group.rank(), group.size()
     for empty in [*({r} for r in range(world_size)), set(range(world_size))]:
         splits = tuple(0 if r in empty else 2 for r in range(world_size))
-        ones = torch.ones(splits[rank], world_size, HEAD_DIM, dtype=BF16)
+        shape = (splits[rank], world_size, HEAD_DIM)
+        ones = torch.ones(shape, dtype=BF16, device=bits.TEST_DEVICE)
         received = scatter_heads_gather_seqlen([ones, ones], splits, group)
         for result in received:
             assert result.shape == (sum(splits), 1, HEAD_DIM)
