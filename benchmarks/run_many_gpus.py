@@ -160,6 +160,7 @@ def _print_tail(path: Path) -> None:
 def _print_growth(folder: Path) -> None:
     """How time grows with the ranks at a fixed number of tokens a rank, over all worlds so far."""
     from benchmarks.harness import print_table
+    from benchmarks.nvlink.picture import draw_growth
     from benchmarks.nvlink.rows import NvlinkRow
 
     rows = []
@@ -188,6 +189,10 @@ def _print_growth(folder: Path) -> None:
             ]
         )
     print_table("growth with the number of ranks", header, cells)
+    try:
+        print(draw_growth(rows, folder / f"nvlink-{rows[0].device}.png"))
+    except ImportError as error:
+        print(f"no picture: {error}")
 
 
 def _passed(record: Path) -> set[str]:
