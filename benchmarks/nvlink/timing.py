@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from benchmarks.harness import FLUSH_BYTES, Candidate, synchronize
 
-CYCLES = 2_000_000  # about a millisecond of GPU time: longer than a host needs to queue a call
+CYCLES = 4_000_000  # two milliseconds of an H200: longer than a host needs to queue a call
 
 # Told the name of the candidate that is about to run for the first time.
 Announce = Callable[[str], None]
