@@ -248,8 +248,9 @@ def _row(
     hidden: dict[str, float] | None = None,
 ) -> NvlinkRow:
     others = {name: timed.us for name, timed in times.items() if name != floor}
-    # What the ratios are about: the symmetric transport, or NCCL's best where there is none.
-    chosen = [name for name in others if "symmetric" in name] or list(others)
+    # What the ratios are about: the symmetric transport, or ours over NCCL where there is none.
+    own = list(hidden) if hidden else [name for name in others if name.startswith("ours")]
+    chosen = [name for name in own if "symmetric" in name] or own
     ours = min(chosen, key=lambda name: others[name], default="")
     return NvlinkRow(
         bench="nvlink",

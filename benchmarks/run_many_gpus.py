@@ -5,15 +5,17 @@
     python benchmarks/run_many_gpus.py --out DIR --seconds 540       ends in time, says what is left
     python benchmarks/run_many_gpus.py --out DIR --device cpu --world 2 4    gloo, to check this
 
-Steps, each of them in processes of its own with a time limit, most important first; one that fails
-or hangs costs no other. `summary.txt` and `steps.jsonl` in the folder are written as they come. A
-step that passed is not run again by a further call with the same folder.
+Steps, each of them in processes of its own with a time limit; one that fails costs no other. On
+four or more GPUs two ranks only run the cases and the exchanges, and faults only all ranks.
+`summary.txt` and `steps.jsonl` in the folder are written as they come. A step that passed is not run
+again by a further call with the same folder.
 
     tests   every exchange case over each transport, bits of both compared
     faults  a killed, a mismatched, a slow and a late rank
     bench   bench_nvlink: both exchanges, launched and replayed, beside the cost model's prediction
     overlap bench_nvlink: the exchange behind attention
     magi2   bench_magi2_ranks at the layouts of so many ranks
+    tiny    the same with the tiny preset
     mpi     exchanges over NCCL on ranks that mpirun starts; left out where there is none
 """
 
@@ -54,13 +56,13 @@ class Step:
 
 
 def steps_of(kinds: Sequence[str], worlds: Sequence[int], device: str, out: Path) -> list[Step]:
-    """All steps, kind by kind, the largest world first: it is what only such a machine has."""
+    """All steps, kind by kind."""
     on_gpu = device == "cuda"
     here = str(Path(__file__).parent)
     common = ["--device", device]
     steps = []
     for kind in kinds:
-        for world in sorted(worlds, reverse=True):
+        for world in _worlds_of(kind, worlds):
             ranks = ["--world", str(world)]
             name = f"{kind}-w{world}"
             if kind in ("tests", "faults"):
@@ -73,18 +75,29 @@ def steps_of(kinds: Sequence[str], worlds: Sequence[int], device: str, out: Path
                 steps.append(Step(name, [*module, *ranks, *common], 180))
             elif kind in ("bench", "overlap"):
                 parts = ["exchange", "graph"] if kind == "bench" else ["overlap"]
-                seconds = (150 if kind == "bench" else 90) if on_gpu else 30
+                seconds = (120 if kind == "bench" else 60) if on_gpu else 30
                 folder = ["--out", str(out / kind)]
                 script = [f"{here}/bench_nvlink.py", "--parts", *parts, "--seconds", str(seconds)]
                 if not on_gpu:
                     script += ["--rounds", "3"]
                 steps.append(Step(name, [*script, *ranks, *common, *folder], seconds + 45))
-            elif kind == "magi2" and world in LAYOUTS:
-                script = [f"{here}/bench_magi2_ranks.py", "--layout", *LAYOUTS[world]]
-                limits = ["--seconds", "270", "--limit", "110", "--out", str(out)]
+            elif kind in ("magi2", "tiny") and world in LAYOUTS:
+                preset = ["--preset", "preview" if kind == "magi2" and on_gpu else "tiny"]
+                script = [f"{here}/bench_magi2_ranks.py", *preset, "--layout", *LAYOUTS[world]]
+                limits = ["--seconds", "270", "--limit", "110", "--out", str(out / kind)]
                 short = [] if on_gpu else ["--steps", "3"]
                 steps.append(Step(name, [*script, *common, *limits, *short], 290))
     return steps
+
+
+def _worlds_of(kind: str, worlds: Sequence[int]) -> list[int]:
+    """The numbers of ranks at which a kind runs, the largest first: only such a machine has it."""
+    ordered = sorted(worlds, reverse=True)
+    if kind == "faults":
+        return ordered[:1]
+    if kind not in ("tests", "bench") and ordered[0] > 2:
+        return [world for world in ordered if world > 2]
+    return ordered
 
 
 def run_step(step: Step, out: Path, seconds: float) -> tuple[str, float]:
@@ -213,7 +226,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    kinds = ["tests", "faults", "bench", "overlap", "magi2", "mpi"]
+    kinds = ["tests", "bench", "magi2", "faults", "overlap", "tiny", "mpi"]
     add = parser.add_argument
     add("--out", type=Path, required=True, help="folder for logs and results")
     add("--steps", nargs="+", choices=kinds, default=kinds)

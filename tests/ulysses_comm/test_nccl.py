@@ -12,6 +12,7 @@ import argparse
 import functools
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -26,6 +27,9 @@ from tests.ulysses_comm.transport_cases import (
     TransportMissingError,
 )
 from tests.ulysses_comm.transport_faults import FAULTS, describe, judge
+
+KERNELS_OWN = "attention layer"  # the bits of its sums are its kernels', not the transport's
+FAULTS_AT_A_TIME = 3
 
 GPUS = torch.cuda.device_count()
 WORLDS = [size for size in (2, 4, 8) if size <= GPUS] or [2]
@@ -72,14 +76,13 @@ def test_every_exchange_is_right(world_size: int, transport: str, device: str) -
 
 @pytest.mark.parametrize("world_size", [mark(size) for size in WORLDS])
 def test_both_transports_give_the_same_bits(world_size: int) -> None:
-    """Sums may come in any order within an exchange of shared heads; elsewhere nothing is added."""
     collective, direct = (
         reports_or_skip(world_size, transport, "cuda") for transport in TRANSPORTS
     )
     differ = [
         name
         for name in CASES
-        if name != "attention layer"  # its kernels' sums, not the transport's
+        if name != KERNELS_OWN
         and not collective[name].problem
         and not direct[name].problem
         and collective[name].digests != direct[name].digests
@@ -150,71 +153,103 @@ def _dies(world: transport_cases.World) -> None:
         os._exit(7)
 
 
-def main() -> None:
-    """Run all for one world, print what came out at once, and a table at the end."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--world", type=int, default=2)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if GPUS > 1 else "cpu")
-    parser.add_argument("--transport", nargs="+", choices=TRANSPORTS, default=TRANSPORTS)
-    parser.add_argument("--only", choices=["cases", "faults"])
-    parser.add_argument("--seconds", type=float, default=540, help="start nothing new after these")
-    parser.add_argument("--out", type=Path, help="a JSON lines file of what came out")
-    options = parser.parse_args()
-    started, lines, failures = time.monotonic(), [], 0
-    digests: dict[str, dict[str, tuple[str, ...]]] = {}
+class Table:
+    """Rows as they come, in memory and in a file, and how many failed."""
 
-    def add(transport: str, name: str, problem: str, seconds: float, note: str = "") -> None:
-        nonlocal failures
-        failures += bool(problem)
-        row = {"world": options.world, "device": options.device, "transport": transport,
-               "case": name, "passed": not problem, "problem": problem, "note": note,
-               "seconds": round(seconds, 2)}  # fmt: skip
-        lines.append(row)
-        if options.out:
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            with options.out.open("a") as file:
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.rows, self.failures = options, [], 0
+
+    def add(self, transport: str, name: str, problem: str, seconds: float, note: str = "") -> None:
+        self.failures += bool(problem)
+        row = {"world": self.options.world, "device": self.options.device,
+               "transport": transport, "case": name, "passed": not problem, "problem": problem,
+               "note": note, "seconds": round(seconds, 2)}  # fmt: skip
+        self.rows.append(row)
+        if self.options.out:
+            self.options.out.parent.mkdir(parents=True, exist_ok=True)
+            with self.options.out.open("a") as file:
                 file.write(json.dumps(row) + "\n")
         if problem:
             print(f"FAILED {transport}: {name}\n{problem}\n", flush=True)
 
+    def print(self) -> None:
+        for row in self.rows:
+            verdict = "ok" if row["passed"] else "FAILED"
+            note = f": {row['note']}" if row["note"] else ""
+            what = f"{row['transport']:<11} {row['seconds']:>7.2f} s  {row['case']}{note}"
+            print(f"{verdict:<7}{what}")
+        world, device = self.options.world, self.options.device
+        print(f"W {world} on {device}: {len(self.rows)} checks, {self.failures} failed")
+
+
+def add_cases(table: Table) -> None:
+    """Every case over each transport, then whether the transports gave the same bits."""
+    options = table.options
+    digests: dict[str, dict[str, tuple[str, ...]]] = {}
     for transport in options.transport:
-        if options.only != "faults":
-            try:
-                reports = reports_of(options.world, transport, options.device)
-            except TransportMissingError as missing:
-                print(f"{transport} is left out: {missing}", flush=True)
-                continue
-            for name, report in reports.items():
-                add(transport, name, report.problem, report.seconds)
-                if not report.problem and name != "attention layer":
-                    digests.setdefault(name, {})[transport] = report.digests
-        for name, fault in FAULTS.items():
-            late = time.monotonic() - started > options.seconds
-            if options.only == "cases" or transport not in fault.transports or late:
-                continue
-            start = time.monotonic()
-            try:
-                outcomes = transport_faults.run_fault(
-                    name, options.world, transport, options.device
-                )
-            except TransportMissingError as missing:
-                print(f"{transport} is left out: {missing}", flush=True)
-                break
-            note = "; ".join(f"rank {o.rank} {describe(o)}" for o in outcomes)
-            problem = "\n".join(judge(name, outcomes))
-            add(transport, f"fault: {name}", problem, time.monotonic() - start, note)
-    for name, of in digests.items():
-        if len(of) > 1:
-            same = len(set(of.values())) == 1
-            add("both", f"same bits: {name}", "" if same else "the digests differ", 0.0)
-    for row in lines:
-        verdict = "ok" if row["passed"] else "FAILED"
-        print(f"{verdict:<7}{row['transport']:<11} {row['seconds']:>7.2f} s  {row['case']}"
-              + (f": {row['note']}" if row["note"] else ""))  # fmt: skip
-    print(f"W {options.world} on {options.device}: {len(lines)} checks, {failures} failed")
-    raise SystemExit(bool(failures))
+        try:
+            reports = reports_of(options.world, transport, options.device)
+        except TransportMissingError as missing:
+            print(f"{transport} is left out: {missing}", flush=True)
+            continue
+        for name, report in reports.items():
+            table.add(transport, name, report.problem, report.seconds)
+            if not report.problem and name != KERNELS_OWN:
+                digests.setdefault(name, {})[transport] = report.digests
+    for name, by_transport in digests.items():
+        if len(by_transport) > 1:
+            same = len(set(by_transport.values())) == 1
+            table.add("both", f"same bits: {name}", "" if same else "the digests differ", 0.0)
+
+
+def add_faults(table: Table, deadline: float) -> None:
+    """Every fault over each transport, some at a time: they mostly wait."""
+    options = table.options
+    chosen = [
+        (name, transport)
+        for transport in options.transport
+        for name, fault in FAULTS.items()
+        if transport in fault.transports
+    ]
+
+    def run(name: str, transport: str) -> tuple[str, str, float]:
+        start = time.monotonic()
+        if start > deadline:
+            return "the time was over before it began", "", 0.0
+        try:
+            outcomes = transport_faults.run_fault(name, options.world, transport, options.device)
+        except TransportMissingError as missing:
+            return "", f"left out: {missing}", 0.0
+        note = "; ".join(f"rank {o.rank} {describe(o)}" for o in outcomes)
+        return "\n".join(judge(name, outcomes)), note, time.monotonic() - start
+
+    with ThreadPoolExecutor(FAULTS_AT_A_TIME) as pool:
+        pending = [(*case, pool.submit(run, *case)) for case in chosen]
+        for name, transport, future in pending:
+            problem, note, seconds = future.result()
+            table.add(transport, f"fault: {name}", problem and f"{problem}\n{note}", seconds, note)
+
+
+def main() -> None:
+    """Run all for one world, print what failed at once, and a table at the end."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    add = parser.add_argument
+    add("--world", type=int, default=2)
+    add("--device", choices=["cpu", "cuda"], default="cuda" if GPUS > 1 else "cpu")
+    add("--transport", nargs="+", choices=TRANSPORTS, default=TRANSPORTS)
+    add("--only", choices=["cases", "faults"])
+    add("--seconds", type=float, default=500, help="no fault begins after these, default 500")
+    add("--out", type=Path, help="a JSON lines file of what came out")
+    options = parser.parse_args()
+    table, deadline = Table(options), time.monotonic() + options.seconds
+    if options.only != "faults":
+        add_cases(table)
+    if options.only != "cases":
+        add_faults(table, deadline)
+    table.print()
+    raise SystemExit(bool(table.failures))
 
 
 if __name__ == "__main__":
