@@ -347,8 +347,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--preset", choices=["preview", "tiny"], default="preview" if device == "cuda" else "tiny")
     add("--tokens", type=int, default=3702, help="of a rank, about; default 3702 (preview only)")
     add("--steps", type=int, default=12, help="timed, the first two left out; default 12")
-    add("--seconds", type=float, default=400.0, help="for all of it, default 400")
-    add("--limit", type=float, default=120.0, help="for one run of a layout, default 120")
+    add("--seconds", type=float, default=520.0, help="for all of it, default 520")
+    add("--limit", type=float, default=180.0, help="for one run of a layout, default 180")
     add("--out", type=Path, default=harness.RESULTS, help="folder for the results")
     add("--run", help=argparse.SUPPRESS)  # what the processes that this script starts do
     add("--folder", type=Path, help=argparse.SUPPRESS)

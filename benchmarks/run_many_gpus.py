@@ -7,8 +7,8 @@
 
 Steps, each of them in processes of its own with a time limit; one that fails costs no other. On
 four or more GPUs two ranks only run the cases and the exchanges, and faults only all ranks.
-`summary.txt` and `steps.jsonl` in the folder are written as they come. A step that passed is not run
-again by a further call with the same folder.
+`summary.txt` and `steps.jsonl` in the folder are written as they come. A step that passed is not
+run again by a further call with the same folder.
 
     tests   every exchange case over each transport, bits of both compared
     faults  a killed, a mismatched, a slow and a late rank
@@ -84,9 +84,9 @@ def steps_of(kinds: Sequence[str], worlds: Sequence[int], device: str, out: Path
             elif kind in ("magi2", "tiny") and world in LAYOUTS:
                 preset = ["--preset", "preview" if kind == "magi2" and on_gpu else "tiny"]
                 script = [f"{here}/bench_magi2_ranks.py", *preset, "--layout", *LAYOUTS[world]]
-                limits = ["--seconds", "270", "--limit", "110", "--out", str(out / kind)]
+                limits = ["--seconds", "330", "--limit", "150", "--out", str(out / kind)]
                 short = [] if on_gpu else ["--steps", "3"]
-                steps.append(Step(name, [*script, *common, *limits, *short], 290))
+                steps.append(Step(name, [*script, *common, *limits, *short], 345))
     return steps
 
 

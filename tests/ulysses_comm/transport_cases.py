@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import resource
 import tempfile
 import time
 import traceback
@@ -533,6 +534,7 @@ def world_of(group: dist.ProcessGroup, device: str, transport: str) -> World:
     Raises:
         TransportMissingError: If the transport cannot be used.
     """
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # of a process with a GPU it takes minutes
     bits.TEST_DEVICE = device
     place = torch.device(device, group.rank()) if device == "cuda" else torch.device(device)
     reason = use(transport, group)
