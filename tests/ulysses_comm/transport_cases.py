@@ -54,6 +54,8 @@ from ulysses_comm import (
 )
 
 TRANSPORTS = ("collective", "symm_mem")
+# Symmetric memory out of files, its kernels interpreted: the same protocol on any machine.
+FILES = "symm_mem on files"
 PATIENCE = timedelta(seconds=30)  # what a rank waits for others, in a backend and between cases
 SPAWNS = 4  # worlds at most, where cases end the processes
 
@@ -514,8 +516,22 @@ class TransportMissingError(Exception):
     """The transport cannot be used here; the message says why."""
 
 
-def use(transport: str, group: dist.ProcessGroup, **options: Any) -> str:
-    """Choose the transport for a group; return why it cannot be, or an empty text."""
+def use(transport: str, group: dist.ProcessGroup, folder: str = "", **options: Any) -> str:
+    """Choose the transport for a group; return why it cannot be, or an empty text.
+
+    Args:
+        transport: One of `TRANSPORTS`, or `FILES`.
+        group: The ranks.
+        folder: For the files.
+        **options: For `use_transport`.
+    """
+    if transport == FILES:
+        try:
+            from tests.ulysses_comm.symmetric_ranks import use_files
+        except ImportError as error:
+            return str(error)
+        use_files(group, folder)
+        return ""
     try:
         from ulysses_comm import use_transport
     except ImportError:
@@ -528,7 +544,7 @@ def use(transport: str, group: dist.ProcessGroup, **options: Any) -> str:
     return "" if choice.name == transport else f"{choice.name} instead: {choice.reason}"
 
 
-def world_of(group: dist.ProcessGroup, device: str, transport: str) -> World:
+def world_of(group: dist.ProcessGroup, device: str, transport: str, folder: str = "") -> World:
     """This rank's world, with the transport chosen and test tensors on the device.
 
     Raises:
@@ -537,7 +553,7 @@ def world_of(group: dist.ProcessGroup, device: str, transport: str) -> World:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # of a process with a GPU it takes minutes
     bits.TEST_DEVICE = device
     place = torch.device(device, group.rank()) if device == "cuda" else torch.device(device)
-    reason = use(transport, group)
+    reason = use(transport, group, folder)
     if reason:
         raise TransportMissingError(reason)
     return World(group, place, transport)
@@ -554,7 +570,7 @@ def run_cases(
 
     Args:
         world_size: Number of ranks, each on its own GPU where the device is one.
-        transport: One of `TRANSPORTS`.
+        transport: One of `TRANSPORTS`, or `FILES` on the CPU.
         device: "cpu" over gloo, or "cuda" over NCCL.
         names: Of the cases; None for all.
         patience: What a rank waits for others.
@@ -562,6 +578,9 @@ def run_cases(
     Raises:
         TransportMissingError: If the transport cannot be used here.
     """
+    environment = dict(NCCL_ENVIRONMENT)
+    if transport == FILES:
+        environment["TRITON_INTERPRET"] = "1"
     remaining = list(CASES if names is None else names)
     reports: dict[str, Report] = {}
     for _ in range(SPAWNS):
@@ -571,7 +590,7 @@ def run_cases(
             outcomes = rank_outcomes(
                 _run_on_rank, world_size, transport, device, remaining, folder, patience,
                 timeout=60 + 12 * len(remaining), group_timeout=patience, meet="tcp",
-                backend="nccl" if device == "cuda" else "gloo", environment=NCCL_ENVIRONMENT,
+                backend="nccl" if device == "cuda" else "gloo", environment=environment,
             )  # fmt: skip
             _raise_if_missing(outcomes)
             reports |= _read_reports(Path(folder), world_size, remaining, outcomes)
@@ -587,7 +606,7 @@ def _run_on_rank(
     folder: str,
     patience: timedelta,
 ) -> None:
-    world = world_of(group, device, transport)
+    world = world_of(group, device, transport, folder)
     store = dist.PrefixStore("cases", dist.distributed_c10d._get_default_store())
     store.set_timeout(patience)
     with (Path(folder) / f"{group.rank()}.jsonl").open("w") as file:
