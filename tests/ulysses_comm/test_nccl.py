@@ -22,6 +22,7 @@ import torch
 from tests.ulysses_comm import transport_cases, transport_faults
 from tests.ulysses_comm.transport_cases import (
     CASES,
+    FILES,
     TRANSPORTS,
     Report,
     TransportMissingError,
@@ -63,6 +64,7 @@ def reports_or_skip(world_size: int, transport: str, device: str) -> dict[str, R
     ("world_size", "transport", "device"),
     [
         pytest.param(2, "collective", "cpu", marks=pytest.mark.gloo),
+        pytest.param(2, FILES, "cpu", marks=pytest.mark.gloo),
         *(mark(size, transport, "cuda") for size in WORLDS for transport in TRANSPORTS),
     ],
 )
@@ -74,11 +76,16 @@ def test_every_exchange_is_right(world_size: int, transport: str, device: str) -
     assert not failed, f"{len(failed)} of {len(reports)} cases: {list(failed)}\n{said}"
 
 
-@pytest.mark.parametrize("world_size", [mark(size) for size in WORLDS])
-def test_both_transports_give_the_same_bits(world_size: int) -> None:
-    collective, direct = (
-        reports_or_skip(world_size, transport, "cuda") for transport in TRANSPORTS
-    )
+@pytest.mark.parametrize(
+    ("world_size", "symmetric", "device"),
+    [
+        pytest.param(2, FILES, "cpu", marks=pytest.mark.gloo),
+        *(mark(size, "symm_mem", "cuda") for size in WORLDS),
+    ],
+)
+def test_both_transports_give_the_same_bits(world_size: int, symmetric: str, device: str) -> None:
+    collective = reports_or_skip(world_size, "collective", device)
+    direct = reports_or_skip(world_size, symmetric, device)
     differ = [
         name
         for name in CASES
