@@ -138,7 +138,9 @@ def _first_says(stop: bool, flag: torch.Tensor) -> bool:
 
 
 def _slowest(taken: list[float]) -> Timed:
-    low, middle, high = statistics.quantiles(taken, n=4) if len(taken) > 1 else taken * 3
+    low, middle, high = (
+        statistics.quantiles(taken, n=4, method="inclusive") if len(taken) > 1 else taken * 3
+    )
     own = Timed(round(middle, 2), (round(low, 2), round(high, 2)), len(taken))
     everyone: list[Timed] = [own] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
