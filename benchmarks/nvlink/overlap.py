@@ -113,7 +113,7 @@ class Overlap:
 def hidden_shares(times: dict[str, float]) -> dict[str, float]:
     """The share of the exchange that costs nothing, for each candidate that does both.
 
-    The exchange alone is the plain one, which is never slower than starting it and waiting.
+    The exchange alone is the plain one, not the one that is started and waited for at once.
     """
     shares = {}
     for name, together in times.items():
