@@ -201,9 +201,12 @@ def run_case(
 class Results:
     """The results file of one benchmark on one device; each row is on disk once it is added."""
 
-    def __init__(self, bench: str, device: torch.device, folder: Path = RESULTS) -> None:
+    def __init__(
+        self, bench: str, device: torch.device, folder: Path = RESULTS, *, suffix: str = ""
+    ) -> None:
+        """Open the file; `suffix` says what the device's name does not, such as "-x2"."""
         folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / f"{bench}-{device_name(device)}.jsonl"
+        self.path = folder / f"{bench}-{device_name(device)}{suffix}.jsonl"
         self.rows: list[Row] = []
         self._file: IO[str] = self.path.open("w", encoding="utf-8")
 

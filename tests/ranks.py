@@ -1,4 +1,4 @@
-"""Run a function on n real gloo processes, over a temporary file, with results and errors back.
+"""Run a function on n real processes, over a temporary file, with results and errors back.
 
     results = run_ranks(function, 4, argument, ...)         # function(group, argument, ...)
     outcomes = rank_outcomes(function, 4, argument, ...)    # the same, errors and deaths as values
@@ -6,7 +6,8 @@
 `function` must be importable (module level). The processes are forked from one server that has
 torch imported already, so that a run costs about a second rather than the import of torch n times.
 No port is used: the ranks meet in a file of a temporary folder. A run that is not over in time is
-killed, and says which ranks were missing.
+killed, and says which ranks were missing. They talk through gloo unless told otherwise; with
+`backend="nccl"` each has the GPU of its number.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Ranks wait at most this long for one another inside gloo: above every timeout that a test gives
-# the library, below the time after which the parent kills.
+# Ranks wait at most this long for one another inside the backend: above every timeout that a test
+# gives the library, below the time after which the parent kills.
 GLOO_TIMEOUT = timedelta(seconds=60)
 
 
@@ -64,8 +65,10 @@ def rank_outcomes(
     timeout: float = 120.0,
     environment: Mapping[str, str] | None = None,
     meet: str = "file",
+    backend: str = "gloo",
+    group_timeout: timedelta = GLOO_TIMEOUT,
 ) -> list[Outcome]:
-    """Run `function(group, *args)` on `world_size` gloo ranks and return how each one ended.
+    """Run `function(group, *args)` on `world_size` ranks and return how each one ended.
 
     Args:
         function: A module-level function; gets the default process group first.
@@ -74,6 +77,8 @@ def rank_outcomes(
         timeout: Seconds until the ranks that are still running are killed.
         environment: Variables set in each rank before the function is imported.
         meet: "file" for a FileStore, "tcp" for a TCPStore on a port that the system chose.
+        backend: Of torch.distributed: "gloo", or "nccl" with a GPU for each rank.
+        group_timeout: How long ranks wait for one another inside the backend.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed", "tests.ranks"])
@@ -84,7 +89,12 @@ def rank_outcomes(
             process = context.Process(
                 target=_rank_main,
                 args=(theirs, rank, world_size, folder, meet, dict(environment or {})),
-                kwargs={"function": function, "args": args},
+                kwargs={
+                    "function": function,
+                    "args": args,
+                    "backend": backend,
+                    "group_timeout": group_timeout,
+                },
                 daemon=True,
             )
             process.start()
@@ -153,17 +163,24 @@ def _rank_main(
     *,
     function: Callable[..., Any],
     args: tuple[Any, ...],
+    backend: str,
+    group_timeout: timedelta,
 ) -> None:
     os.environ.update(environment)
     torch.set_num_threads(1)
     torch.manual_seed(rank)
     fill_empty_with_nan()
+    device = None
+    if backend == "nccl":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
     dist.init_process_group(
-        "gloo",
+        backend,
         store=_store(rank, world_size, folder, meet),
         rank=rank,
         world_size=world_size,
-        timeout=GLOO_TIMEOUT,
+        timeout=group_timeout,
+        device_id=device,  # the communicator is made at once, and its GPU is known
     )
     answer: dict[str, Any] = {"result": None, "error": None}
     start = time.monotonic()

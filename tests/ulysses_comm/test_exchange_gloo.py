@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import cases, reference
+from tests import bits, cases, reference
 from tests.bits import SPECIAL_PATTERNS, assert_same_bits
 from tests.cases import BF16, FP16, FP32, HEAD_DIM
 from tests.ranks import run_ranks
@@ -35,6 +35,14 @@ class Sends:
     def __init__(self) -> None:
         self.log = OperatorLog()
 
+    def assert_one(self, address: int | None = None, *, moves_nothing: bool = False) -> None:
+        """One collective, of the buffer at that address, with nothing copied beside it."""
+        assert len(self.addresses) == 1, self.log.names()
+        if address is not None:
+            assert self.addresses == [address]
+        if moves_nothing:
+            assert self.log.moved() == []
+
     def __enter__(self) -> Sends:
         self.log.__enter__()
         return self
@@ -51,7 +59,8 @@ class Sends:
         ]
 
 
-def check_head_scatters(group: dist.ProcessGroup) -> int:
+def check_head_scatters(group: dist.ProcessGroup, *, by_collective: bool = True) -> int:
+    """Bits; and, where a collective of torch's carries them, which buffer it is given."""
     rank, world_size = group.rank(), group.size()
     count = 0
     for splits in cases.SPLITS[world_size]:
@@ -60,7 +69,8 @@ def check_head_scatters(group: dist.ProcessGroup) -> int:
             expected = reference.scatter_heads_results(inputs, rank)
             with Sends() as sends:
                 results = scatter_heads_gather_seqlen(inputs[rank], splits, group)
-            assert len(sends.addresses) == 1, sends.log.names()
+            if by_collective:
+                sends.assert_one()
             for index, (result, want) in enumerate(zip(results, expected, strict=True)):
                 what = f"{splits}, {heads}, input {index}, rank {rank}"
                 assert_same_bits(result, want, what, strides=True)
@@ -68,9 +78,9 @@ def check_head_scatters(group: dist.ProcessGroup) -> int:
             views = pack_head_shards(inputs[rank], world_size)
             with Sends() as sends:
                 results = scatter_heads_gather_seqlen(views, splits, group)
-            if splits[rank]:
-                assert sends.addresses == [views[0].data_ptr()]
-            assert sends.log.moved() == []
+            if by_collective:
+                own = views[0].data_ptr() if splits[rank] else None
+                sends.assert_one(own, moves_nothing=True)
             for result, want in zip(results, expected, strict=True):
                 assert_same_bits(result, want, f"packed, {splits}, {heads}", strides=True)
 
@@ -82,16 +92,16 @@ def check_head_scatters(group: dist.ProcessGroup) -> int:
     return count
 
 
-def check_output_exchanges(group: dist.ProcessGroup) -> None:
+def check_output_exchanges(group: dist.ProcessGroup, *, by_collective: bool = True) -> None:
     rank, world_size = group.rank(), group.size()
     for splits in cases.SPLITS[world_size]:
         for num_heads, dtype in ((3, BF16), (6, BF16), (1, FP32), (2, FP16)):
             outputs = cases.attention_outputs(splits, num_heads, dtype)
             with Sends() as sends:
                 shards = scatter_seqlen_gather_head_shards(outputs[rank], splits, group)
-            if sum(splits):
-                assert sends.addresses == [outputs[rank].data_ptr()]
-            assert sends.log.moved() == []
+            if by_collective:
+                own = outputs[rank].data_ptr() if sum(splits) else None
+                sends.assert_one(own, moves_nothing=True)
             expected = reference.scatter_seqlen_head_shards(outputs, splits, rank)
             assert_same_bits(shards, expected, f"{splits}, rank {rank}", strides=True)
             flat = scatter_seqlen_gather_heads(outputs[rank], splits, group)
@@ -141,7 +151,8 @@ def check_zero_tokens(group: dist.ProcessGroup) -> None:
     rank, world_size = group.rank(), group.size()
     for empty in [*({r} for r in range(world_size)), set(range(world_size))]:
         splits = tuple(0 if r in empty else 2 for r in range(world_size))
-        ones = torch.ones(splits[rank], world_size, HEAD_DIM, dtype=BF16)
+        shape = (splits[rank], world_size, HEAD_DIM)
+        ones = torch.ones(shape, dtype=BF16, device=bits.TEST_DEVICE)
         received = scatter_heads_gather_seqlen([ones, ones], splits, group)
         for result in received:
             assert result.shape == (sum(splits), 1, HEAD_DIM)

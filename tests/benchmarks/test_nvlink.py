@@ -1,0 +1,164 @@
+"""The benchmark of GPUs, over gloo: what it leaves out, what it computes, what it does in time."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks import bench_magi2_ranks, processes, run_many_gpus
+from benchmarks.harness import Candidate
+from benchmarks.nvlink.groups import Groups
+from benchmarks.nvlink.overlap import hidden_shares
+from benchmarks.nvlink.rows import NvlinkRow, markdown, table_of_row
+from benchmarks.nvlink.timing import keep_right_ones, time_on_all_ranks
+from benchmarks.nvlink.ways import OutputExchange, QkvExchange, Shape, floor_of
+from magi2 import presets
+from tests.ranks import run_ranks
+
+CPU = torch.device("cpu")
+
+
+def check_and_time(group: dist.ProcessGroup) -> tuple[list[str], dict[str, str], list[str]]:
+    """Both exchanges, with a candidate that is wrong on one rank and one that does nothing."""
+    groups = Groups.make(CPU)
+    shape = Shape(tokens=5, heads=12, head_dim=8, dtype=torch.bfloat16)
+    names: list[str] = []
+    left_out: dict[str, str] = {}
+    for exchange in (QkvExchange(shape, groups), OutputExchange(shape, groups)):
+        candidates = [*exchange.candidates(), floor_of(exchange)]
+        if isinstance(exchange, QkvExchange):
+            candidates += broken_ones(candidates[0], group.rank())
+        found = keep_right_ones(candidates, CPU, lambda name: None, left_out)
+        timed = time_on_all_ranks(found, CPU, seconds=5, rounds=2, warmup=1)
+        assert all(one.us > 0 and one.rounds == 2 for one in timed.values())
+        names += timed
+    return names, left_out, list(groups.left_out)
+
+
+def broken_ones(right: Candidate, rank: int) -> list[Candidate]:
+    kept = right.run()
+    wrong = kept if rank else [torch.zeros_like(tensor) for tensor in kept]
+
+    def spoil() -> None:
+        for tensor in kept:
+            tensor.neg_()
+
+    return [
+        Candidate("wrong on rank 0", lambda: wrong, right.check),
+        Candidate("stale", lambda: kept, right.check, spoil),
+    ]
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_right_candidates_are_timed_and_wrong_ones_named(world_size: int) -> None:
+    for names, left_out, missing in run_ranks(check_and_time, world_size):
+        assert set(left_out) == {"wrong on rank 0", "stale"}
+        assert left_out["wrong on rank 0"].startswith("rank 0: AssertionError")
+        assert "rank 1" not in left_out["wrong on rank 0"]
+        # Symmetric memory needs GPUs: named, and nothing else is missing.
+        assert missing == ["ours symmetric, lent", "ours symmetric, owned"]
+        assert names == [
+            "permute + 3 all-to-alls",
+            "permute, concatenate + 1",
+            "one copy per input + 1",
+            "ours packed, NCCL",
+            "ours in place, NCCL",
+            "flat peer copy",
+            "all-to-all + permute",
+            "ours flat, NCCL",
+            "ours as a view, NCCL",
+            "flat peer copy",
+        ]
+
+
+def test_hidden_share_is_what_both_together_save_of_the_exchange() -> None:
+    times = {
+        "attention": 1000.0,
+        "exchange, NCCL": 200.0,
+        "started, NCCL": 1040.0,
+        "2 head chunks, NCCL": 1300.0,
+        "started, symmetric": 1.0,  # its exchange alone was left out
+    }
+    assert hidden_shares(times) == {"started, NCCL": 0.8, "2 head chunks, NCCL": -0.5}
+
+
+def row(**changes: object) -> NvlinkRow:
+    facts = {
+        "bench": "nvlink", "case": "q, k, v", "device": "gpu", "dtype": "bfloat16",
+        "shape": [16384, 2, 12, 128], "ours_us": 460.0, "floor_us": 400.0,
+        "floor": "flat peer copy", "baselines": {"ours symmetric": 460.0, "NCCL": 800.0},
+        "checked": "", "versions": {"nccl": "2.28"}, "bytes": 100_000_000, "rounds": 9,
+        "quartiles_us": {"ours symmetric": [1, 2], "NCCL": [1.0, 2.0], "flat peer copy": [1, 2]},
+        "world_size": 2, "ours": "ours symmetric", "predicted_us": 290.0,
+    }  # fmt: skip
+    return NvlinkRow(**{**facts, **changes})
+
+
+def test_tables_hold_ratios_rates_and_targets() -> None:
+    title, header, cells = table_of_row(row())
+    assert "ours symmetric: 1.15 x the floor (target 1.15)" in title
+    assert "the cost model predicts 290 us" in title
+    assert header[-2:] == ["x flat peer copy", "GB/s sent"]
+    assert cells[1] == ["NCCL", "800.0", "1.0 to 2.0", "2.00", "125"]
+    title, _, cells = table_of_row(row(hidden={"ours symmetric": 0.85}, predicted_us=None))
+    assert "best hidden: ours symmetric, 85% (target 80%)" in title
+    assert [line[-1] for line in cells] == ["85%", "", ""]
+    text = markdown([row(left_out={"fast-ulysses": "not installed"})])
+    assert "- left out: fast-ulysses: not installed" in text
+    assert "nccl 2.28" in text
+
+
+def test_ranks_that_wait_for_one_that_failed_are_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "GRACE", 0.2)
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "if os.environ['RANK'] == '1': sys.exit(3)\n"
+        "time.sleep(60 if os.environ['RANK'] == '0' else 0)\n"
+    )
+    start = time.monotonic()
+    codes = processes.run_script_on_ranks(script, [], world_size=3, seconds=30)
+    assert codes == [None, 3, 0]
+    assert time.monotonic() - start < 10
+    assert processes.failure_of(codes) == "rank 0 was killed after the time limit, rank 1 exited 3"
+
+
+def test_steps_go_on_where_a_call_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = [
+        run_many_gpus.Step("good", ["-c", "print(1)"], 30),
+        run_many_gpus.Step("bad", ["-c", "raise SystemExit('why')"], 30),
+        run_many_gpus.Step("hangs", ["-c", "import time; time.sleep(60)"], 0.3),
+    ]
+    monkeypatch.setattr(run_many_gpus, "steps_of", lambda *_: steps)
+    arguments = ["--out", str(tmp_path), "--device", "cpu"]
+    with pytest.raises(SystemExit, match="2 of 3 steps failed"):
+        run_many_gpus.main(arguments)
+    ended = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert [line["ended"] for line in ended] == [
+        "passed",
+        "FAILED, exit code 1",
+        "FAILED, killed after its time limit",
+    ]
+    with pytest.raises(SystemExit):
+        run_many_gpus.main([*arguments, "--seconds", "1"])
+    said = (tmp_path / "summary.txt").read_text().splitlines()
+    assert "passed before" in said[0]
+    assert "left: the time is over" in said[1]
+
+
+def test_two_layers_have_every_kind_and_the_clip_grows_with_the_ranks() -> None:
+    for preset in (presets.preview(), presets.tiny()):
+        config = bench_magi2_ranks.two_layers(preset)
+        assert (config.num_layers, config.multimodal_layers, config.moe.layers) == (2, (0,), (1,))
+    for world_size in (2, 4, 8):
+        geometry = bench_magi2_ranks.geometry_of("preview", world_size, 3702)
+        tokens = 2 * (geometry.num_video_tokens + geometry.audio_length + 222)
+        assert abs(tokens / world_size - 3702) < 200
