@@ -145,7 +145,8 @@ def pack_kernel(
 ):
     """Move into memory of this rank alone: its own part to `own`, the others' to `others`."""
     programs = tl.num_programs(0)
-    for index in range(tl.program_id(0), total, programs):
+    index = tl.program_id(0)
+    while index < total:
         destination, column, block = _place(index, programs, columns, rank, WORLD)
         entry = table + (destination * columns + column) * 7
         source = _select(
@@ -154,6 +155,7 @@ def pack_kernel(
         )  # fmt: skip
         target = tl.where(destination == rank, own, others)
         _move(entry, source, target, block, WORD, VEC, ROWS, PIECE)
+        index += programs
 
 
 @triton.jit(do_not_specialize=[*_NUMBERS, *_COUNTS])
@@ -228,7 +230,8 @@ def push_kernel(
         seen = await_word(pad + peer, sequence, timeout, report, NOT_READY, peer, ON_GPU)
         check_digest(seen, digest, sequence, report, LAYOUT_DIFFERS, peer, ON_GPU)
     tl.debug_barrier()
-    for index in range(tl.program_id(0), total, programs):
+    index = tl.program_id(0)
+    while index < total:
         destination, column, block = _place(index, programs, columns, rank, WORLD)
         entry = table + (destination * columns + column) * 7
         source = _select(
@@ -240,6 +243,7 @@ def push_kernel(
         into = tl.where(destination == rank, slot, theirs)
         target = tl.load(bases + into * WORLD + destination)
         _move(entry, source, target, block, WORD, VEC, ROWS, PIECE)
+        index += programs
     # All threads' stores come before the ticket, and with it before the last program's signals.
     tl.debug_barrier()
     done = tl.atomic_add(words + 1, 1, sem="acq_rel", scope="sys")
