@@ -1,4 +1,4 @@
-"""What moves where: the rectangles of every rank, carried out by torch, give the exchange's bits."""
+"""What moves where: the rectangles of all ranks, carried out by torch, give the same bits."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def cut_of(tokens: int, heads: tuple[int, ...], dim: int = 128, programs: int = 
     assert wire is not None
     exchange = Exchange("heads", wire, (tokens, tokens))
     layouts = tuple(layout_of(tensor)._replace(address=0) for tensor in tensors)
-    return cut_moves(exchange, 0, layouts, False, programs)
+    return cut_moves(exchange, 0, layouts, pack=False, programs=programs)
 
 
 def test_production_rows_are_cut_without_waste() -> None:

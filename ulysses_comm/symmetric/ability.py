@@ -19,6 +19,7 @@ import torch.distributed as dist
 # NVML's index for NVLink in a question about two devices, and its answer for yes.
 _NVML_NVLINK = 2
 _NVML_OK = 0
+_NVML_UNKNOWN = 6
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,6 @@ class Ability:
     seen: tuple[str, ...]
     linked: tuple[str, ...] | None
     problems: tuple[str, ...]
-
-    @property
-    def links(self) -> str:
-        """What this rank knows of its links: "nvlink" or "unknown"."""
-        return "unknown" if self.linked is None else "nvlink"
 
     def to_json(self) -> dict[str, Any]:
         """Return it as what JSON holds."""
@@ -71,7 +67,7 @@ def serves_cuda(group: dist.ProcessGroup) -> bool:
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """Return the timeout that the group was made with; ten minutes where it does not tell."""
-    with contextlib.suppress(AttributeError, RuntimeError):
+    with contextlib.suppress(AttributeError, RuntimeError, TypeError):
         timeout = group._get_backend(device).options._timeout
         if isinstance(timeout, timedelta):
             return timeout
@@ -175,7 +171,7 @@ def nvlink_neighbours(uuid: str) -> tuple[str, ...] | None:
         if name.value.decode() == uuid:
             continue
         asked = nvml.nvmlDeviceGetP2PStatus(own, other, _NVML_NVLINK, ctypes.byref(status))
-        if asked != _NVML_OK:
+        if asked != _NVML_OK or status.value == _NVML_UNKNOWN:
             return None
         if status.value == _NVML_OK:
             joined.append(name.value.decode())

@@ -102,6 +102,18 @@ def explain_transport(group: Group) -> str:
     return line if chosen.state is None else f"{line}; {chosen.state.describe()}"
 
 
+def choice_on_this_machine() -> TransportChoice:
+    """Return what "auto" would choose for one rank on each GPU that this process sees."""
+    count = torch.cuda.device_count()
+    if count < 2:
+        return TransportChoice("collective", f"torch sees {count} CUDA GPU(s), and it takes two")
+    abilities = [examine_rank(torch.device("cuda", index)) for index in range(count)]
+    obstacles = obstacles_between(abilities, strict=True)
+    if obstacles:
+        return TransportChoice("collective", f"no symmetric memory: {'; '.join(obstacles)}")
+    return TransportChoice("symm_mem", f"{count} GPUs, every pair of them joined by NVLink")
+
+
 def state_of(group: dist.ProcessGroup) -> GroupState | None:
     """Return what a group exchanges through if that is symmetric memory, else None.
 
@@ -153,6 +165,9 @@ def _choose(
         wish = name if source == _CALLER else "auto"
         return _refuse(wish, source, ["the group has no backend for CUDA tensors"])
     device = torch.device("cuda", torch.cuda.current_device())
+    before = _CHOSEN.get(group)
+    if before is not None and before.state is not None:
+        before.state.settle()  # its memory may go, and every rank's launches are over by then
     seconds = (timeout or timeout_of(group, device)).total_seconds()
     answers = ask_all(
         group,
@@ -163,7 +178,6 @@ def _choose(
     obstacles = obstacles_between(abilities, strict=name == "auto")
     if obstacles:
         return _refuse(name, source, obstacles)
-    before = _CHOSEN.get(group)
     if before is not None and before.state is not None and before.state.fits(slots, seconds):
         return before
     problem, state = "", None
@@ -178,9 +192,9 @@ def _choose(
     ]
     if problems:
         return _refuse(name, source, problems)
-    reason = f"{source} asked for {name}, and every pair of ranks is joined by "
-    links = {ability.links for ability in abilities}
-    reason += "NVLink" if links == {"nvlink"} else "peer access"
+    known = all(ability.linked is not None for ability in abilities)
+    joined = "joined by NVLink" if known else "given access to each other by CUDA"
+    reason = f"{source} asked for {name}, and every pair of ranks is {joined}"
     return _Chosen(TransportChoice("symm_mem", reason), state)
 
 

@@ -21,11 +21,30 @@ from ulysses_comm.wire import Wire
 Direction = Literal["heads", "seqlen"]
 """What is scattered: heads (before attention) or the sequence (after it)."""
 
-# Bytes of a row that neighbouring threads store together, and of a tile.
-PIECE_BYTES = 1024
-TILE_BYTES = 16384
+# From this width on a piece of a row is wide enough for whole lines of memory.
 _SMALL_PIECE_BYTES = 256
 _MOST_LANES = 4096
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How moves are cut into work; no choice changes a bit.
+
+    Attributes:
+        programs_per_sm: Programs of a launch for each multiprocessor: enough to fill the links, few
+            enough for two exchanges at a time.
+        warps: Warps of a program.
+        piece_bytes: Most bytes of a row that neighbouring threads move together.
+        tile_bytes: Bytes that a program moves at a time.
+    """
+
+    programs_per_sm: int = 2
+    warps: int = 8
+    piece_bytes: int = 1024
+    tile_bytes: int = 16384
+
+
+DEFAULT_TUNING = Tuning()
 
 
 class Layout(NamedTuple):
@@ -216,7 +235,13 @@ class Cut:
 
 
 def cut_moves(
-    exchange: Exchange, rank: int, layouts: tuple[Layout, ...], pack: bool, programs: int
+    exchange: Exchange,
+    rank: int,
+    layouts: tuple[Layout, ...],
+    *,
+    pack: bool,
+    programs: int,
+    tuning: Tuning = DEFAULT_TUNING,
 ) -> Cut:
     """Cut what a rank sends into tiles.
 
@@ -226,6 +251,7 @@ def cut_moves(
         layouts: How the inputs lie.
         pack: As for `rectangles`.
         programs: How many programs there should be work for.
+        tuning: How large pieces and tiles are.
     """
     moves = rectangles(exchange, rank, layouts, pack=pack)
     bits = 16
@@ -237,7 +263,7 @@ def cut_moves(
     group = bits & -bits
     word = min(group, 8)
     lengths = {move.length // group for move in itertools.chain.from_iterable(moves)}
-    piece = _piece(lengths, group)
+    piece = _piece(lengths, group, tuning)
     columns = [
         [part for move in target_moves for part in _columns(move, piece, group)]
         for target_moves in moves
@@ -247,7 +273,7 @@ def cut_moves(
         tuple(parts + [(0,) * len(Rectangle._fields)] * (most - len(parts))) for parts in columns
     )
     tallest = max((move.rows for move in itertools.chain.from_iterable(moves)), default=0)
-    lanes = min(TILE_BYTES // word, _MOST_LANES)
+    lanes = min(tuning.tile_bytes // word, _MOST_LANES)
     rows = max(1, lanes * word // (group * piece))
     if exchange.world_size * most * -(-tallest // rows) < programs:
         rows = max(1, rows // 4)  # few tokens: smaller tiles, so that all programs have work
@@ -255,9 +281,9 @@ def cut_moves(
     return Cut(table, most, total, word, group // word, rows, piece)
 
 
-def _piece(lengths: set[int], group: int) -> int:
+def _piece(lengths: set[int], group: int, tuning: Tuning) -> int:
     """Groups of a tile's row: a power of two, the one that wastes no lane if it is wide enough."""
-    widest, enough = PIECE_BYTES // group, max(1, _SMALL_PIECE_BYTES // group)
+    widest, enough = tuning.piece_bytes // group, max(1, _SMALL_PIECE_BYTES // group)
     bits = functools.reduce(int.__or__, lengths, 0)
     divisor = bits & -bits
     if divisor >= enough:

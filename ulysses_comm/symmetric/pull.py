@@ -14,7 +14,6 @@ import torch
 from ulysses_comm.symmetric.memory import Block
 from ulysses_comm.symmetric.moves import Exchange, agreed, layout_of
 from ulysses_comm.symmetric.push import (
-    WARPS,
     addresses,
     clear_gaps,
     grid_of,
@@ -107,7 +106,7 @@ def _pack(
         plan.cut.total,
         state.rank,
         **shape_constants(state, plan, len(ready)),
-        num_warps=WARPS,
+        num_warps=state.tuning.warps,
     )
     packed_kernel[(1,)](
         state.pads, state.words, state.rank, ring, agreed(exchange).digest, WORLD=world, num_warps=1

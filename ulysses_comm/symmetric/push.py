@@ -12,8 +12,6 @@ from ulysses_comm.symmetric.pool import Pool, Slot
 from ulysses_comm.symmetric.state import MAX_INPUTS, GroupState, Plan
 from ulysses_comm.wire import Wire
 
-WARPS = 8
-
 
 def push(
     state: GroupState,
@@ -57,7 +55,10 @@ def movable(inputs: Sequence[torch.Tensor], wire: Wire) -> list[torch.Tensor]:
     """Return inputs as the kernels read them: of the wire's dtype, heads of adjacent channels."""
     ready = []
     for tensor, dtype in zip(inputs, wire.dtypes, strict=True):
-        tensor = tensor.to(dtype).resolve_conj().resolve_neg()
+        if tensor.dtype != dtype:
+            tensor = tensor.to(dtype)
+        if tensor.is_conj() or tensor.is_neg():
+            tensor = tensor.resolve_conj().resolve_neg()
         if tensor.numel() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             tensor = tensor.contiguous()
         ready.append(tensor)
@@ -93,15 +94,12 @@ def clear_gaps(receive: torch.Tensor, exchange: Exchange, rank: int) -> None:
     wire = exchange.wire
     if wire.is_uniform:
         return
-    if exchange.direction == "heads":
-        blocks = [(receive, rank)]
-    else:
+    blocks = [(rank, receive)]
+    if exchange.direction == "seqlen":
         tokens = exchange.split_sizes[rank]
-        blocks = [
-            (wire.block(receive, tokens, source), source) for source in range(len(wire.row_sizes))
-        ]
-    for rows, source in blocks:
-        for start, stop in wire.gaps(source if exchange.direction == "seqlen" else rank):
+        blocks = [(s, wire.block(receive, tokens, s)) for s in range(exchange.world_size)]
+    for owner, rows in blocks:
+        for start, stop in wire.gaps(owner):
             rows[..., start:stop].zero_()
 
 
@@ -128,5 +126,5 @@ def _launch(
         state.timeout_ns,
         **shape_constants(state, plan, len(ready)),
         ON_GPU=state.device.type == "cuda",
-        num_warps=WARPS,
+        num_warps=state.tuning.warps,
     )

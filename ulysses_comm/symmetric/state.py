@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
@@ -13,7 +14,14 @@ import torch.distributed as dist
 
 from ulysses_comm.symmetric.capture import capture_of, wait_for
 from ulysses_comm.symmetric.memory import Block, SymmetricMemory
-from ulysses_comm.symmetric.moves import Cut, Exchange, Layout, cut_moves
+from ulysses_comm.symmetric.moves import (
+    DEFAULT_TUNING,
+    Cut,
+    Exchange,
+    Layout,
+    Tuning,
+    cut_moves,
+)
 from ulysses_comm.symmetric.pool import Pool, fitting, size_class
 from ulysses_comm.symmetric.report import Report
 
@@ -22,8 +30,6 @@ RING = 2
 
 MAX_INPUTS = 8  # of the kernels, which are not imported here
 
-# Programs per multiprocessor: enough to fill the links, few enough for two exchanges at a time.
-_PROGRAMS_PER_SM = 2
 _MOST_PLANS = 1024
 
 
@@ -51,6 +57,7 @@ class GroupState:
         slots: Slots of each pool.
         timeout_ns: How long kernels wait for a peer.
         programs: Programs of a launch.
+        tuning: How moves are cut.
         pad: This rank's signal pad, int64.
         pads: (world_size,) addresses of all ranks' pads, on the device.
         words: This rank's counters, see `kernels/signals.py`.
@@ -96,15 +103,28 @@ class GroupState:
             self.words = torch.zeros(2 + 2 * RING, dtype=torch.int64, device=device)
             self.pads = self.to_device(list(self._block.addresses))
             self.side = torch.cuda.Stream(device, priority=-1) if on_gpu else None
-            self.programs = 2 * self.world_size
-            if on_gpu:
-                count = torch.cuda.get_device_properties(device).multi_processor_count
-                self.programs = max(1, count * _PROGRAMS_PER_SM // self.world_size)
-                self.programs *= self.world_size
-                torch.cuda.synchronize(device)
+            self.tune(DEFAULT_TUNING)
         self.report = Report(self.rank, seconds, pinned=on_gpu)
         if on_gpu:
             self.report.watch(self)
+            # What the peers' memory is mapped by must outlive the kernels that use it.
+            weakref.finalize(self, _settle, device)
+
+    def tune(self, tuning: Tuning) -> None:
+        """Cut moves in another way from now on; every rank may do as it likes."""
+        self.tuning = tuning
+        self.programs = 2 * self.world_size
+        if self.device.type == "cuda":
+            count = torch.cuda.get_device_properties(self.device).multi_processor_count
+            share = max(1, count * tuning.programs_per_sm // self.world_size)
+            self.programs = share * self.world_size
+            torch.cuda.synchronize(self.device)
+        self._plans.clear()
+
+    def settle(self) -> None:
+        """Wait until this rank's launches are over."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def fits(self, slots: int, seconds: float) -> bool:
         """Whether it was made for these arguments."""
@@ -173,7 +193,14 @@ class GroupState:
         if plan is None:
             self._refuse_in_capture("a table")
             self._make_room()
-            cut = cut_moves(exchange, self.rank, layouts, pack, self.programs)
+            cut = cut_moves(
+                exchange,
+                self.rank,
+                layouts,
+                pack=pack,
+                programs=self.programs,
+                tuning=self.tuning,
+            )
             plan = Plan(cut, self.to_device([list(row) for part in cut.table for row in part]))
             self._plans[key] = plan
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -214,3 +241,8 @@ class GroupState:
                 "layout has to be made, which CUDA forbids there. Run the same exchange once on "
                 "every rank before the capture."
             )
+
+
+def _settle(device: torch.device) -> None:
+    with contextlib.suppress(RuntimeError):  # the GPU may have trapped
+        torch.cuda.synchronize(device)
