@@ -53,11 +53,12 @@ def start_pull(
     Returns:
         The receive buffer, and what to wait for before it is read.
     """
-    if agreed(exchange).send_bytes == 0:
+    facts = agreed(exchange)
+    if facts.send_bytes == 0:
         return own(), PullWork(None)
     state.check()
     with state.lock, state.on_device():
-        blocks = state.send_buffers(agreed(exchange).send_bytes)
+        blocks = state.send_buffers(facts.send_bytes)
         ring = state.started % RING
         stream = state.enter()
         receive = own()

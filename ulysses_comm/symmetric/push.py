@@ -34,18 +34,19 @@ def push(
         The buffer, filled once the current stream gets there. If it is lent, no later exchange
         writes to it for as long as anything refers to it.
     """
-    if agreed(exchange).receive_bytes == 0:
+    facts = agreed(exchange)
+    if facts.receive_bytes == 0:
         return own()
     state.check()
     with state.lock, state.on_device():
-        pool = state.pool(agreed(exchange).receive_bytes)
+        pool = state.pool(facts.receive_bytes)
         slot = pool.take(capture_of(state.device)) if lend and state.slots else None
         place = pool.staging if slot is None else slot
         stream = state.enter()
         if stream is not None:
             wait_for(stream, place.stream)  # where its last result was lent, and may be read
             place.stream = stream
-        _launch(state, exchange, inputs, pool, place)
+        _launch(state, exchange, inputs, pool, place, facts.digest)
         received = place.lend(exchange.receive_shape(state.rank), exchange.wire.dtype)
         clear_gaps(received, exchange, state.rank)
         return received if slot is not None else own().copy_(received)
@@ -104,7 +105,12 @@ def clear_gaps(receive: torch.Tensor, exchange: Exchange, rank: int) -> None:
 
 
 def _launch(
-    state: GroupState, exchange: Exchange, inputs: Sequence[torch.Tensor], pool: Pool, place: Slot
+    state: GroupState,
+    exchange: Exchange,
+    inputs: Sequence[torch.Tensor],
+    pool: Pool,
+    place: Slot,
+    digest: int,
 ) -> None:
     from ulysses_comm.kernels.push import push_kernel
 
@@ -122,7 +128,7 @@ def _launch(
         plan.cut.total,
         state.rank,
         place.index,
-        agreed(exchange).digest,
+        digest,
         state.timeout_ns,
         **shape_constants(state, plan, len(ready)),
         ON_GPU=state.device.type == "cuda",
