@@ -108,7 +108,7 @@ def _trap():
 @triton.jit(do_not_specialize=["rank", "ring", "timeout"])
 def begin_kernel(pad, words, report, rank, ring, timeout, WORLD: tl.constexpr,
                  RING: tl.constexpr, ON_GPU: tl.constexpr):  # fmt: skip
-    """Wait until a send slot may be written: every peer, and this rank, are done with its last use.
+    """Wait until a send buffer may be written: all ranks are done with its last use.
 
     One program, before the pack. `words + 2 + ring` counts the uses begun, `words + 2 + RING +
     ring` those that this rank has read out.
@@ -123,7 +123,7 @@ def begin_kernel(pad, words, report, rank, ring, timeout, WORLD: tl.constexpr,
 
 @triton.jit(do_not_specialize=["rank", "ring", "digest"])
 def packed_kernel(pads, words, rank, ring, digest, WORLD: tl.constexpr):
-    """Tell the peers that a send slot is written; after the pack, in the order of the stream."""
+    """Tell the peers that a send buffer is written; after the pack, in the order of the stream."""
     use = tl.load(words + 2 + ring) + 1
     for step in tl.static_range(1, WORLD):
         announce(
@@ -135,7 +135,7 @@ def packed_kernel(pads, words, rank, ring, digest, WORLD: tl.constexpr):
 @triton.jit(do_not_specialize=["rank", "ring", "digest", "timeout"])
 def await_kernel(pad, words, report, rank, ring, digest, timeout, WORLD: tl.constexpr,
                  RING: tl.constexpr, ON_GPU: tl.constexpr):  # fmt: skip
-    """Wait until the peers' send slots are written; one warp, before the copies."""
+    """Wait until the peers' send buffers are written; one warp, before the copies."""
     use = tl.load(words + 2 + RING + ring) + 1
     for step in tl.static_range(1, WORLD):
         peer = (rank + step) % WORLD
@@ -146,7 +146,7 @@ def await_kernel(pad, words, report, rank, ring, digest, timeout, WORLD: tl.cons
 
 @triton.jit(do_not_specialize=["rank", "ring"])
 def done_kernel(pads, words, rank, ring, WORLD: tl.constexpr, RING: tl.constexpr):
-    """Tell the peers that their send slots have been read; after the copies."""
+    """Tell the peers that their send buffers have been read; after the copies."""
     use = tl.load(words + 2 + RING + ring) + 1
     for step in tl.static_range(1, WORLD):
         announce(

@@ -97,7 +97,7 @@ def explain_transport(group: Group) -> str:
         wish = os.environ.get(TRANSPORT_VARIABLE)
         if wish:
             return f"{wish}, by {TRANSPORT_VARIABLE}: decided at the group's first exchange"
-        return "collective: use_transport was not called for this group"
+        chosen = _UNASKED
     line = f"{chosen.choice.name}: {chosen.choice.reason}"
     return line if chosen.state is None else f"{line}; {chosen.state.describe()}"
 
@@ -121,10 +121,10 @@ def state_of(group: dist.ProcessGroup) -> GroupState | None:
     """
     chosen = _CHOSEN.get(group)
     if chosen is None:
-        if not os.environ.get(TRANSPORT_VARIABLE) or group.size() == 1:
-            return None
-        name, source = _wish("collective")
-        chosen = _choose(group, name, source, DEFAULT_SLOTS, None)
+        chosen = _UNASKED
+        if os.environ.get(TRANSPORT_VARIABLE):
+            name, source = _wish("collective")
+            chosen = _choose(group, name, source, DEFAULT_SLOTS, None)
         _CHOSEN[group] = chosen
     return chosen.state
 
@@ -133,6 +133,8 @@ def install_state(group: dist.ProcessGroup, state: GroupState, reason: str) -> N
     """Exchange through a state that was made elsewhere: tests bring their own memory."""
     _CHOSEN[group] = _Chosen(TransportChoice("symm_mem", reason), state)
 
+
+_UNASKED = _Chosen(TransportChoice("collective", "use_transport was not called for this group"))
 
 _CHOSEN: weakref.WeakKeyDictionary[dist.ProcessGroup, _Chosen] = weakref.WeakKeyDictionary()
 

@@ -1,12 +1,13 @@
 """The asynchronous exchange: copy engines fetch each peer's block while other kernels run.
 
-The inputs are packed into a send buffer that the peers can read; a side stream waits for theirs and
-copies block by block into ordinary memory. No multiprocessor is held meanwhile, but for one warp
-that waits for signals.
+All of it runs on a side stream. The inputs are packed into a send buffer that the peers can read;
+then the stream waits for theirs and copies block by block into ordinary memory. Once the pack is
+over no multiprocessor is held but by one warp, which waits for signals.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 
 import torch
@@ -24,16 +25,22 @@ from ulysses_comm.symmetric.state import RING, GroupState
 
 
 class PullWork:
-    """Copies under way."""
+    """An exchange under way; keeps what it reads alive until it has been waited for."""
 
-    def __init__(self, event: torch.cuda.Event | None) -> None:
-        self._event = event
+    def __init__(self, event: torch.cuda.Event | None, inputs: Sequence[torch.Tensor]) -> None:
+        self._event, self._inputs = event, inputs
 
     def wait(self) -> bool:
         """Let the current stream wait for the copies."""
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
+        self._event, self._inputs = None, ()
         return True
+
+    def __del__(self) -> None:
+        # Dropped without a wait: an input that was lent must not be lent again before it is read.
+        with contextlib.suppress(RuntimeError):
+            self.wait()
 
 
 def start_pull(
@@ -47,7 +54,8 @@ def start_pull(
     Args:
         state: Of the group.
         exchange: What is exchanged; the same on all ranks.
-        inputs: As for `start_scatter_heads` or `start_scatter_seqlen`; read by the current stream.
+        inputs: As for `start_scatter_heads` or `start_scatter_seqlen`; not to be written to before
+            the work has been waited for.
         own: Returns the receive buffer.
 
     Returns:
@@ -55,31 +63,32 @@ def start_pull(
     """
     facts = agreed(exchange)
     if facts.send_bytes == 0:
-        return own(), PullWork(None)
+        return own(), PullWork(None, ())
     state.check()
     with state.lock, state.on_device():
         blocks = state.send_buffers(facts.send_bytes)
         ring = state.started % RING
-        stream = state.enter()
-        receive = own()
-        _pack(state, exchange, inputs, receive, blocks[ring], ring)
+        receive, ready = own(), movable(inputs, exchange.wire)
         state.started += 1
-        if stream is None or state.side is None:
+        if state.side is None:
+            _pack(state, exchange, ready, receive, blocks[ring], ring)
             _fetch(state, exchange, receive, blocks[ring], ring)
-            return receive, PullWork(None)
-        state.side.wait_stream(stream)
+            return receive, PullWork(None, ())
+        state.side.wait_stream(torch.cuda.current_stream(state.device))
         with torch.cuda.stream(state.side):
+            _pack(state, exchange, ready, receive, blocks[ring], ring)
             _fetch(state, exchange, receive, blocks[ring], ring)
             event = state.side.record_event()
-        # Should the caller drop it before it has waited.
-        receive.record_stream(state.side)
-        return receive, PullWork(event)
+        # Should the caller drop them before it has waited.
+        for tensor in (receive, *ready):
+            tensor.record_stream(state.side)
+        return receive, PullWork(event, ready)
 
 
 def _pack(
     state: GroupState,
     exchange: Exchange,
-    inputs: Sequence[torch.Tensor],
+    ready: Sequence[torch.Tensor],
     receive: torch.Tensor,
     block: Block,
     ring: int,
@@ -88,9 +97,8 @@ def _pack(
     from ulysses_comm.kernels.push import pack_kernel
     from ulysses_comm.kernels.signals import begin_kernel, packed_kernel
 
-    ready = movable(inputs, exchange.wire)
     layouts = [layout_of(tensor) for tensor in ready]
-    # Widest where the receive buffer allows it too.
+    # Accesses are as wide as the receive buffer allows, too.
     layouts[0] = layouts[0]._replace(address=layouts[0].address | receive.data_ptr() & 15)
     plan = state.plan(exchange, tuple(layouts), pack=True)
     world, on_gpu = state.world_size, state.device.type == "cuda"
