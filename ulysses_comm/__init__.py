@@ -52,6 +52,7 @@ from ulysses_comm.simulate import (
     simulate_all_to_all,
     simulate_world,
 )
+from ulysses_comm.symmetric.choice import TransportChoice, explain_transport, use_transport
 from ulysses_comm.workspace import Workspace
 
 __all__ = [
@@ -76,11 +77,13 @@ __all__ = [
     "Simulation",
     "SimulationError",
     "Traffic",
+    "TransportChoice",
     "UlyssesAttention",
     "Workspace",
     "as_send_buffer",
     "balanced_split_sizes",
     "empty_head_shards",
+    "explain_transport",
     "flatten_head_shards",
     "gather_sequence",
     "head_exchange_bytes",
@@ -106,4 +109,5 @@ __all__ = [
     "start_scatter_seqlen_gather_heads_each",
     "sum_gradients",
     "sum_losses",
+    "use_transport",
 ]

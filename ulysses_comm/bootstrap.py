@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from ulysses_comm import hardware
 from ulysses_comm.mpi import BACKEND as MPI_BACKEND
 from ulysses_comm.mpi import end_job_after_failure, load_mpi, register_backend
+from ulysses_comm.symmetric.choice import TransportName, use_transport
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -61,6 +62,7 @@ def init_distributed(
     device: str | None = None,
     timeout: timedelta | None = None,
     launcher: LauncherName | None = None,
+    transport: TransportName | None = None,
 ) -> Launch:
     """Start torch.distributed's default group on the ranks that torchrun or mpirun started.
 
@@ -75,6 +77,8 @@ def init_distributed(
             default, which is 10 minutes on NCCL and 30 on others.
         launcher: "torchrun" (the environment variables that it sets), "mpirun" or "bare", where the
             environment leaves it open; None looks.
+        transport: What carries the exchanges of the default group, as for `use_transport`; None
+            leaves it at the backend's own all-to-all, or at ULYSSES_COMM_TRANSPORT.
 
     Returns:
         Rank, device and backend of this process. The group is torch's default group.
@@ -90,13 +94,17 @@ def init_distributed(
             "torch.distributed.destroy_process_group() first."
         )
     started_by = launcher or detect_launcher(os.environ)
-    if started_by == "mpirun":
-        return _start_from_mpi(backend, device, timeout)
-    if started_by == "torchrun":
-        return _start_from_environment(backend, device, timeout)
-    if started_by == "bare":
-        return _start_alone(backend, device, timeout)
-    raise ValueError(f"launcher={launcher!r}: expected 'torchrun', 'mpirun', 'bare' or None.")
+    starts = {
+        "mpirun": _start_from_mpi,
+        "torchrun": _start_from_environment,
+        "bare": _start_alone,
+    }
+    if started_by not in starts:
+        raise ValueError(f"launcher={launcher!r}: expected 'torchrun', 'mpirun', 'bare' or None.")
+    launch = starts[started_by](backend, device, timeout)
+    if transport is not None:
+        use_transport(None, transport)
+    return launch
 
 
 def detect_launcher(environment: Mapping[str, str]) -> LauncherName:

@@ -30,6 +30,12 @@ from ulysses_comm.exchange import scatter_heads_gather_seqlen, scatter_seqlen_ga
 from ulysses_comm.mpi import BACKEND as MPI_BACKEND
 from ulysses_comm.mpi import Launcher, find_launcher, load_mpi
 from ulysses_comm.simulate import simulate
+from ulysses_comm.symmetric.choice import (
+    TransportChoice,
+    choice_on_this_machine,
+    explain_transport,
+    use_transport,
+)
 from ulysses_comm.testing import RankOutcome, RanksFailedError, run_gloo_ranks
 
 # Packages that make something possible, and what; looked up, never imported.
@@ -262,8 +268,21 @@ def _choices(launch: Launch | None) -> list[tuple[str, str]]:
         ("ranks", start),
         ("device", f"{device.name}: {device.reason}"),
         ("backend", f"{backend.name}: {backend.reason}"),
+        ("transport", _transport(launch)),
         ("layouts", f"head shards for {' and '.join(wanted)}" if wanted else "flat"),
     ]
+
+
+def _transport(launch: Launch | None) -> str:
+    """Say what `use_transport(group, "auto")` chooses; on started ranks they all do it."""
+    if launch is None:
+        return _in_words(choice_on_this_machine())
+    use_transport(None, "auto")
+    return explain_transport(None)
+
+
+def _in_words(choice: TransportChoice) -> str:
+    return f"{choice.name}: {choice.reason}"
 
 
 # Exchanges
@@ -294,6 +313,7 @@ def _try_each_transport(timeout: float) -> list[Check]:
         )
     )
     checks += [_try_gpus(kind, timeout) for kind in hardware.ACCELERATORS]
+    checks.append(_try_symmetric_memory(timeout))
     return [*checks, _try_mpirun(find_launcher(), timeout)]
 
 
@@ -313,11 +333,26 @@ def _try_gpus(kind: str, timeout: float) -> Check:
     )
 
 
+def _try_symmetric_memory(timeout: float) -> Check:
+    choice = choice_on_this_machine()
+    if choice.name != "symm_mem":
+        return Check("symm_mem", None, choice.reason)
+    count = min(hardware.device_count("cuda"), _MOST_GPUS)
+    return _attempt(
+        f"symm_mem, {count} process(es) on cuda",
+        lambda: run_gloo_ranks(
+            count, _check_on_gpus, "cuda", "nccl", True, timeout=timeout, group_timeout=timeout
+        ),
+    )
+
+
 def _check_on_cpu(group: dist.ProcessGroup) -> None:
     check_exchange(group, torch.device("cpu"))
 
 
-def _check_on_gpus(group: dist.ProcessGroup, kind: str, backend: str) -> None:
+def _check_on_gpus(
+    group: dist.ProcessGroup, kind: str, backend: str, symmetric: bool = False
+) -> None:
     device = hardware.device_for_rank(group.rank(), kind)
     hardware.use_device(device)
     gpu_group = dist.new_group(backend=backend)
@@ -327,6 +362,8 @@ def _check_on_gpus(group: dist.ProcessGroup, kind: str, backend: str) -> None:
     dist.all_reduce(total, group=gpu_group)
     if float(total) != group.size():
         raise RuntimeError(f"all_reduce of ones over {group.size()} rank(s) gave {float(total):g}.")
+    if symmetric:
+        use_transport(gpu_group, "symm_mem")
     check_exchange(gpu_group, device)
 
 

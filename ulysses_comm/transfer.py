@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,10 @@ from ulysses_comm.collective import start_all_to_all
 from ulysses_comm.copies import copy_head_shards, copy_head_shards_torch
 from ulysses_comm.layout import summing_dtype
 from ulysses_comm.memory import is_large
+from ulysses_comm.symmetric.choice import state_of
+from ulysses_comm.symmetric.moves import Direction, Exchange
+from ulysses_comm.symmetric.pull import start_pull
+from ulysses_comm.symmetric.push import push
 from ulysses_comm.tiling import gathered_buffer_of, scattered_buffer_of
 from ulysses_comm.wire import Run, Wire
 from ulysses_comm.workspace import Workspace, spare_buffers
@@ -92,19 +97,32 @@ class Buffers:
         return self.receive.view(tuple(shape))
 
 
+class Work(Protocol):
+    """What is under way, such as a `dist.Work`."""
+
+    def wait(self) -> object:
+        """Let what comes after this wait for it."""
+        ...
+
+
 @dataclass
 class Transfer:
-    """An all-to-all under way. Holds both buffers until it is finished."""
+    """An all-to-all under way. Holds both buffers until it is finished.
+
+    Attributes:
+        send: What is sent; None where ranks read the inputs as they lie, or a copy of them.
+        work: What to wait for; None if nothing.
+    """
 
     wire: Wire
     route: Route
     buffers: Buffers
-    send: torch.Tensor
+    send: torch.Tensor | None
     receive: torch.Tensor
-    work: dist.Work | None = field(default=None)
+    work: Work | None = field(default=None)
 
     def wait(self) -> torch.Tensor:
-        """Wait for the collective and return the receive buffer."""
+        """Wait for the data and return the receive buffer."""
         if self.work is not None:
             self.work.wait()
             self.work = None
@@ -131,6 +149,9 @@ def start_scatter_heads(
         in_place: Whether head shards that tile a send buffer may be sent as they lie.
         async_op: Return before the data has arrived.
     """
+    transfer = _start_symmetric("heads", inputs, wire, route, buffers, async_op=async_op)
+    if transfer is not None:
+        return transfer
     device = inputs[0].device
     send = scattered_buffer_of(inputs, wire) if in_place else None
     if send is None:
@@ -139,7 +160,7 @@ def start_scatter_heads(
     shape = (route.seqlen, *wire.row_shape(route.rank))
     receive = buffers.take_receive(shape, wire.dtype, device, route.group)
     transfer = Transfer(wire, route, buffers, send, receive)
-    transfer.work = _send_scattered(transfer, async_op)
+    transfer.work = _send_scattered(transfer, send, async_op)
     return transfer
 
 
@@ -166,6 +187,9 @@ def start_scatter_seqlen(
         buffers: Where to find memory.
         async_op: Return before the data has arrived.
     """
+    transfer = _start_symmetric("seqlen", inputs, wire, route, buffers, async_op=async_op)
+    if transfer is not None:
+        return transfer
     device = inputs[0].device
     send = gathered_buffer_of(inputs, wire, route.rank)
     if send is None:
@@ -178,7 +202,7 @@ def start_scatter_seqlen(
     shape = wire.scattered_shape(route.tokens)
     receive = buffers.take_receive(shape, wire.dtype, device, route.group)
     transfer = Transfer(wire, route, buffers, send, receive)
-    transfer.work = _send_gathered(transfer, async_op)
+    transfer.work = _send_gathered(transfer, send, async_op)
     return transfer
 
 
@@ -236,6 +260,32 @@ def record_copy(group: dist.ProcessGroup, nbytes: int, *, after: bool) -> None:
     record = getattr(group, "record_copied_bytes", None)
     if record is not None and nbytes:
         record(nbytes, after=after)
+
+
+def _start_symmetric(
+    direction: Direction,
+    inputs: Sequence[torch.Tensor],
+    wire: Wire,
+    route: Route,
+    buffers: Buffers,
+    *,
+    async_op: bool,
+) -> Transfer | None:
+    """Exchange through symmetric memory if the group does; None leaves it to the collective."""
+    state = state_of(route.group)
+    if state is None or not state.serves(inputs):
+        return None
+    exchange = Exchange(direction, wire, route.split_sizes)
+
+    def own() -> torch.Tensor:
+        shape = exchange.receive_shape(route.rank)
+        return buffers.take_receive(shape, wire.dtype, inputs[0].device, route.group)
+
+    if async_op:
+        receive, work = start_pull(state, exchange, inputs, own)
+        return Transfer(wire, route, buffers, None, receive, work)
+    receive = push(state, exchange, inputs, own, lend=buffers.receive is None)
+    return Transfer(wire, route, buffers, None, receive)
 
 
 def _pack_scattered(
@@ -322,14 +372,14 @@ def flattens_as_view(view: torch.Tensor) -> bool:
     )
 
 
-def _send_scattered(transfer: Transfer, async_op: bool) -> dist.Work | None:
+def _send_scattered(transfer: Transfer, send: torch.Tensor, async_op: bool) -> dist.Work | None:
     """All-to-all from scattered to gathered."""
     wire, route = transfer.wire, transfer.route
     if wire.rows_are_alike:
         # Counted in tokens: every rank gets this rank's, this rank gets everyone's.
         return start_all_to_all(
             transfer.receive,
-            transfer.send.flatten(0, 1),
+            send.flatten(0, 1),
             list(route.split_sizes),
             [route.tokens] * wire.world_size,
             route.group,
@@ -338,7 +388,7 @@ def _send_scattered(transfer: Transfer, async_op: bool) -> dist.Work | None:
     own_row = wire.row_sizes[route.rank]
     return start_all_to_all(
         transfer.receive.view(-1),
-        transfer.send,
+        send,
         [size * own_row for size in route.split_sizes],
         [route.tokens * row for row in wire.row_sizes],
         route.group,
@@ -346,13 +396,13 @@ def _send_scattered(transfer: Transfer, async_op: bool) -> dist.Work | None:
     )
 
 
-def _send_gathered(transfer: Transfer, async_op: bool) -> dist.Work | None:
+def _send_gathered(transfer: Transfer, send: torch.Tensor, async_op: bool) -> dist.Work | None:
     """All-to-all from gathered to scattered."""
     wire, route = transfer.wire, transfer.route
     if wire.rows_are_alike:
         return start_all_to_all(
             transfer.receive.flatten(0, 1),
-            transfer.send,
+            send,
             [route.tokens] * wire.world_size,
             list(route.split_sizes),
             route.group,
@@ -361,7 +411,7 @@ def _send_gathered(transfer: Transfer, async_op: bool) -> dist.Work | None:
     own_row = wire.row_sizes[route.rank]
     return start_all_to_all(
         transfer.receive,
-        transfer.send.view(-1),
+        send.view(-1),
         [route.tokens * row for row in wire.row_sizes],
         [size * own_row for size in route.split_sizes],
         route.group,

@@ -1,0 +1,434 @@
+"""Exchanges through symmetric memory on real GPUs: two processes, NCCL as the oracle.
+
+Each test starts ranks of its own; a kernel that traps takes its process with it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ulysses_comm as uc
+from tests.bits import assert_same_bits, random_bits
+from ulysses_comm.symmetric import choice
+from ulysses_comm.symmetric.state import GroupState
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs"),
+]
+
+WORLD = 2
+BF16 = torch.bfloat16
+
+
+def _rank_main(
+    rank: int,
+    port: int,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    transport: str,
+    options: dict[str, Any],
+    queue: Any,
+) -> None:
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=WORLD,
+        device_id=device,
+        timeout=timedelta(seconds=60),
+    )
+    group = dist.group.WORLD
+    answer: tuple[str, Any]
+    try:
+        uc.use_transport(group, transport, **options)
+        answer = ("result", function(group, *args))
+        torch.cuda.synchronize()
+    except Exception as error:
+        answer = ("error", f"{type(error).__name__}: {error}")
+    queue.put((rank, *answer))
+    queue.close()
+    queue.join_thread()
+    os._exit(0)  # leaving in order would wait for peers that may be gone
+
+
+def outcomes(
+    function: Callable[..., Any], *args: Any, transport: str = "symm_mem", **options: Any
+) -> tuple[dict[int, tuple[str, Any]], dict[int, int | None], float]:
+    """Run `function(group, *args)` on two ranks; answers, exit codes and seconds."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = torch.multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    processes = [
+        context.Process(
+            target=_rank_main, args=(rank, port, function, args, transport, options, queue)
+        )
+        for rank in range(WORLD)
+    ]
+    start = time.monotonic()
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(400)
+    seconds = time.monotonic() - start
+    codes = {rank: process.exitcode for rank, process in enumerate(processes)}
+    for process in processes:
+        if process.exitcode is None:
+            process.kill()
+    answers = {}
+    while not queue.empty():
+        rank, kind, value = queue.get()
+        answers[rank] = (kind, value)
+    return answers, codes, seconds
+
+
+def run(function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+    answers, codes, _ = outcomes(function, *args, **options)
+    assert {rank: kind for rank, (kind, _) in answers.items()} == {0: "result", 1: "result"}, (
+        answers,
+        codes,
+    )
+    return [answers[rank][1] for rank in range(WORLD)]
+
+
+def both(group: dist.ProcessGroup, exchange: Callable[[], Any]) -> tuple[Any, Any]:
+    """Return what an exchange gives through symmetric memory, and over NCCL."""
+    ours = exchange()
+    kept = choice._CHOSEN.pop(group)
+    theirs = exchange()
+    torch.cuda.synchronize()
+    choice._CHOSEN[group] = kept
+    return ours, theirs
+
+
+def compare(ours: Any, theirs: Any, name: str) -> None:
+    torch.cuda.synchronize()
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.shape == other.shape, name
+        assert one.dtype == other.dtype, name
+        assert_same_bits(one.contiguous().cpu(), other.contiguous().cpu())
+
+
+def state_of(group: dist.ProcessGroup) -> GroupState:
+    state = choice.state_of(group)
+    assert state is not None
+    return state
+
+
+def bits(shape: tuple[int, ...], rank: int, number: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return random_bits(shape, dtype, seed=100 * number + rank).cuda()
+
+
+def in_slot(group: dist.ProcessGroup, tensor: torch.Tensor) -> bool:
+    places = {slot._storage.data_ptr() for pool in state_of(group)._pools for slot in pool.slots}
+    return tensor.untyped_storage().data_ptr() in places
+
+
+# Bits
+
+
+def exchanges(group: dist.ProcessGroup, splits: list[int], dim: int) -> dict[str, Any]:
+    rank = group.rank()
+    tokens, seqlen = splits[rank], sum(splits)
+    q, k, v = (bits((tokens, WORLD * heads, dim), rank, heads) for heads in (12, 12, 4))
+    gapped = bits((tokens, WORLD * 3, dim), rank, 9)[:, ::3]
+    backwards = bits((tokens, dim, WORLD), rank, 10).transpose(1, 2)
+    packed = uc.pack_head_shards([q, k], WORLD)
+    odd = bits((tokens, WORLD, 3), rank, 11, torch.uint8)
+    lse = bits((seqlen, 2, 1), rank, 12, torch.float32)
+    out = bits((seqlen, 12, dim), rank, 13)
+    uneven, shared = uc.HeadSplit.of_counts([3, 2]), uc.HeadSplit(2, ((0, 2), (1, 2)))
+    many, few = bits((tokens, 5, dim), rank, 14), bits((tokens, 2, dim), rank, 15)
+    own = bits((seqlen, uneven.counts[rank], dim), rank, 16)
+    few_back = torch.randn(seqlen, shared.counts[rank], dim, device="cuda").to(BF16)
+
+    def heads(*inputs: torch.Tensor, start: bool = False, **options: Any) -> Any:
+        if start:
+            return lambda: uc.start_scatter_heads_gather_seqlen(
+                list(inputs), splits, group, **options
+            ).wait()
+        return lambda: uc.scatter_heads_gather_seqlen(list(inputs), splits, group, **options)
+
+    forms = {
+        "q, k, v": heads(q, k, v),
+        "strided": heads(gapped, backwards),
+        "packed": heads(*packed),
+        "promoted": heads(q, v.float()),
+        "kept": heads(q, odd, keep_dtypes=True),
+        "bytes": heads(odd),
+        "uneven heads": heads(many, many, head_splits=[uneven, uneven]),
+        "grouped": heads(many, few, few, head_splits=[uneven, shared, shared]),
+        "q, k, v started": heads(q, k, v, start=True),
+        "kept started": heads(q, odd, keep_dtypes=True, start=True),
+        "grouped started": heads(many, few, head_splits=[uneven, shared], start=True),
+        "shards": lambda: [uc.scatter_seqlen_gather_head_shards(out, splits, group)],
+        "shards started": lambda: [
+            uc.start_scatter_seqlen_gather_head_shards(out, splits, group).wait()
+        ],
+        "flat": lambda: [uc.scatter_seqlen_gather_heads(out, splits, group)],
+        "flat uneven": lambda: [
+            uc.scatter_seqlen_gather_heads(own, splits, group, head_split=uneven)
+        ],
+        "flat shared": lambda: [
+            uc.scatter_seqlen_gather_heads(few_back, splits, group, head_split=shared)
+        ],
+        "flat each": lambda: uc.scatter_seqlen_gather_heads_each(
+            [out, lse], splits, group, keep_dtypes=True
+        ),
+    }
+    return forms
+
+
+def same_bits(group: dist.ProcessGroup) -> str:
+    for splits in ([300, 211], [0, 64], [64, 0], [1, 1], [3702, 3702]):
+        for dim in (128, 20) if sum(splits) < 1000 else (128,):
+            for name, exchange in exchanges(group, splits, dim).items():
+                compare(*both(group, exchange), f"{name}, {splits}, {dim}")
+    return uc.explain_transport(group)
+
+
+def test_every_exchange_gives_the_bits_of_nccl() -> None:
+    texts = run(same_bits)
+    assert all(text.startswith("symm_mem: the caller asked for symm_mem") for text in texts), texts
+
+
+def test_auto_takes_symmetric_memory_where_nvlink_is() -> None:
+    texts = run(uc.explain_transport, transport="auto")
+    print(texts)
+    assert all(text.startswith(("symm_mem: ", "collective: no symmetric memory")) for text in texts)
+
+
+def gradients(group: dist.ProcessGroup) -> None:
+    rank, splits = group.rank(), [200, 56]
+
+    def step() -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(rank)
+        q, k = (
+            torch.randn(splits[rank], 8, 128, generator=generator).cuda().requires_grad_()
+            for _ in range(2)
+        )
+        a, b = uc.scatter_heads_gather_seqlen([q, k], splits, group)
+        back = uc.scatter_seqlen_gather_head_shards((a * b).exp() + a, splits, group)
+        for _ in range(8):
+            uc.scatter_heads_gather_seqlen([q.detach() + 1], splits, group)
+        (back.sin() * (rank + 1)).sum().backward()
+        assert q.grad is not None
+        assert k.grad is not None
+        return [back.detach(), q.grad, k.grad]
+
+    compare(*both(group, step), "gradients")
+
+
+def test_gradients_have_the_bits_of_nccl() -> None:
+    run(gradients)
+
+
+# Lifetimes
+
+
+def held(group: dist.ProcessGroup) -> None:
+    rank, splits = group.rank(), [500, 300]
+
+    def send(number: int) -> torch.Tensor:
+        return bits((splits[rank], 8, 128), rank, number)
+
+    def expected(number: int) -> torch.Tensor:
+        whole = torch.cat([bits((size, 8, 128), r, number) for r, size in enumerate(splits)])
+        return whole[:, 4 * rank : 4 * rank + 4]
+
+    def exchange(number: int, **options: Any) -> torch.Tensor:
+        return uc.scatter_heads_gather_seqlen([send(number)], splits, group, **options)[0]
+
+    kept = [exchange(number) for number in range(4)]
+    assert [in_slot(group, tensor) for tensor in kept] == [True, True, True, False]
+    for number in range(10, 60):
+        assert_same_bits(exchange(number).contiguous(), expected(number).contiguous())
+    for number, tensor in enumerate(kept):
+        assert_same_bits(tensor.contiguous(), expected(number).contiguous())
+    if rank == 0:
+        kept.clear()
+    assert in_slot(group, exchange(60)) == (rank == 0)
+    kept.clear()
+    out = torch.empty(800, 4, 128, dtype=BF16, device="cuda")
+    assert exchange(61, out=out).untyped_storage().data_ptr() == out.untyped_storage().data_ptr()
+    assert_same_bits(out, expected(61).contiguous())
+    pending = [
+        uc.start_scatter_heads_gather_seqlen([send(number)], splits, group)
+        for number in range(70, 75)
+    ]
+    between = exchange(80)
+    for number, handle in zip(range(70, 75), pending, strict=True):
+        assert_same_bits(handle.wait()[0].contiguous(), expected(number).contiguous())
+    assert_same_bits(between.contiguous(), expected(80).contiguous())
+
+
+def test_held_results_are_not_overwritten() -> None:
+    run(held, slots=3)
+
+
+def two_streams(group: dist.ProcessGroup) -> None:
+    rank, splits = group.rank(), [2000, 2000]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    inputs = [bits((2000, 16, 128), rank, number) for number in range(12)]
+    torch.cuda.synchronize()
+    sums = []
+    for number, tensor in enumerate(inputs):
+        with torch.cuda.stream(streams[number % 2]):
+            result = uc.scatter_heads_gather_seqlen([tensor], splits, group)[0]
+            torch.cuda._sleep(200_000)
+            sums.append(result.view(torch.int16).long().sum())
+            del result  # its slot may be lent on the other stream, after this one's reads
+    torch.cuda.synchronize()
+    for number, total in enumerate(sums):
+        whole = torch.cat([bits((2000, 16, 128), r, number) for r in range(WORLD)])
+        part = whole[:, 8 * rank : 8 * rank + 8].contiguous().view(torch.int16)
+        assert int(total) == int(part.long().sum()), number
+
+
+def test_exchanges_of_two_streams_keep_their_order() -> None:
+    run(two_streams, slots=2)
+
+
+def captured(group: dist.ProcessGroup, asynchronous: bool) -> None:
+    rank, splits = group.rank(), [700, 600]
+    static = bits((splits[rank], 8, 128), rank, 0)
+
+    def step() -> torch.Tensor:
+        if asynchronous:
+            handle = uc.start_scatter_heads_gather_seqlen([static, static], splits, group)
+            a, b = handle.wait()
+        else:
+            a, b = uc.scatter_heads_gather_seqlen([static, static], splits, group)
+        mixed = (a.view(torch.int16) ^ b.view(torch.int16) ^ a.view(torch.int16)).view(BF16)
+        return uc.scatter_seqlen_gather_heads(mixed, splits, group)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = step()
+    lent = uc.scatter_heads_gather_seqlen([static], splits, group)[0]
+    before = lent.clone()
+    for number in range(1, 6):
+        static.copy_(bits((splits[rank], 8, 128), rank, number))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_same_bits(result, static)
+    assert_same_bits(lent.contiguous(), before.contiguous())  # a replay does not write there
+    again = uc.scatter_heads_gather_seqlen([static], splits, group)[0]
+    whole = torch.cat([bits((size, 8, 128), r, 5) for r, size in enumerate(splits)])
+    assert_same_bits(again.contiguous(), whole[:, 4 * rank : 4 * rank + 4].contiguous())
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_captured_exchange_replays(asynchronous: bool) -> None:
+    run(captured, asynchronous)
+
+
+def unprepared(group: dist.ProcessGroup) -> str:
+    graph = torch.cuda.CUDAGraph()
+    static = torch.ones(64, 4, 128, device="cuda")
+    try:
+        with torch.cuda.graph(graph):
+            uc.scatter_heads_gather_seqlen([static], [64, 64], group)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_capture_without_a_first_run_is_refused() -> None:
+    assert all("Run the same exchange once" in text for text in run(unprepared))
+
+
+def compiled(group: dist.ProcessGroup) -> None:
+    splits = [100, 28]
+    q = torch.randn(splits[group.rank()], 8, 64, device="cuda")
+
+    def step(tensor: torch.Tensor) -> torch.Tensor:
+        (gathered,) = uc.scatter_heads_gather_seqlen([tensor], splits, group)
+        return uc.scatter_seqlen_gather_heads(gathered * 2, splits, group)
+
+    result = torch.compile(step, backend="aot_eager", fullgraph=True)(q)
+    assert_same_bits(result, step(q))
+
+
+def test_a_compiled_exchange_takes_the_collective() -> None:
+    run(compiled)
+
+
+# Faults
+
+
+def loses_a_peer(group: dist.ProcessGroup) -> None:
+    q = torch.ones(64, 4, 128, device="cuda")
+    uc.scatter_heads_gather_seqlen([q], [64, 64], group)
+    torch.cuda.synchronize()
+    if group.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    uc.scatter_heads_gather_seqlen([q], [64, 64], group)
+    torch.cuda.synchronize()
+
+
+def loses_a_peer_later(group: dist.ProcessGroup) -> None:
+    q = torch.ones(64, 4, 128, device="cuda")
+    uc.start_scatter_heads_gather_seqlen([q], [64, 64], group).wait()
+    torch.cuda.synchronize()
+    if group.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    uc.start_scatter_heads_gather_seqlen([q], [64, 64], group).wait()
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("function", [loses_a_peer, loses_a_peer_later])
+def test_a_killed_rank_ends_the_other_in_time(
+    function: Callable[..., None], capfd: pytest.CaptureFixture[str]
+) -> None:
+    answers, codes, seconds = outcomes(function, timeout=timedelta(seconds=15))
+    assert codes[1] == -signal.SIGKILL
+    assert codes[0] is not None
+    assert 0 not in answers or answers[0][0] == "error", answers
+    assert seconds < 120
+    said = capfd.readouterr().err
+    assert "rank 0 gave up exchange " in said, said[-2000:]
+
+
+def disagrees(group: dist.ProcessGroup, asynchronous: bool) -> None:
+    rank = group.rank()
+    q = torch.ones(64, 4, 128, device="cuda")
+    splits = [64, 64] if rank == 0 else [65, 64]
+    function = (
+        uc.start_scatter_heads_gather_seqlen if asynchronous else uc.scatter_heads_gather_seqlen
+    )
+    handle = function([q], splits, group)
+    if asynchronous:
+        handle.wait()
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_ranks_that_disagree_end_in_time(
+    asynchronous: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    answers, codes, seconds = outcomes(disagrees, asynchronous, timeout=timedelta(seconds=15))
+    assert all(code is not None for code in codes.values())
+    assert all(kind == "error" for kind, _ in answers.values()), answers
+    assert seconds < 120
+    assert "means another exchange" in capfd.readouterr().err
