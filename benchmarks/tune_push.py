@@ -1,30 +1,34 @@
-"""Ways to cut the push of an exchange into programs, timed on two GPUs that NVLink joins.
+"""Ways to cut the push of an exchange into programs, timed on GPUs that NVLink joins.
 
     torchrun --nproc-per-node 2 -m benchmarks.tune_push
+    torchrun --nproc-per-node 2 -m benchmarks.tune_push --tokens 16384 --seconds 60
 
-Every row is the slowest rank's median in microseconds, beside a flat copy of the same remote bytes
-to the peer. All ways take turns, round after round, so that drift meets all of them alike.
+Every way is checked bit for bit, then timed as `bench_nvlink` times its candidates: interleaved,
+the GPUs aligned on the device before each call, the L2 cache flushed. Figures are the slowest
+rank's median in microseconds, beside flat copies of the same remote bytes to the peers.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ulysses_comm import (
-    init_distributed,
-    scatter_heads_gather_seqlen,
-    scatter_seqlen_gather_head_shards,
-    use_transport,
-)
+from benchmarks.harness import Candidate
+from benchmarks.nvlink.groups import Groups
+from benchmarks.nvlink.timing import Timed, keep_right_ones, time_on_all_ranks
+from benchmarks.nvlink.ways import FLOOR, OutputExchange, QkvExchange, Shape, floor_of
+from ulysses_comm import init_distributed
 from ulysses_comm.symmetric.choice import state_of
 from ulysses_comm.symmetric.moves import DEFAULT_TUNING, Tuning
 from ulysses_comm.symmetric.state import GroupState
 
-HEADS, HEAD_DIM = 24, 128
+PUSH = "ours symmetric"  # the candidate that is cut in other ways
+SHOWN = 12
 TUNINGS = [
     Tuning(programs, warps, piece, tile)
     for programs, warps, piece, tile in itertools.product(
@@ -32,100 +36,89 @@ TUNINGS = [
     )
     if programs * warps <= 32
 ]
-ROUNDS, WARM = 20, 3
 
 
-def timed(action: Callable[[], object]) -> float:
-    """Return microseconds of one call, both ranks starting together."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    dist.barrier()
-    torch.cuda.synchronize()
-    torch.cuda._sleep(200_000)  # hides the host's part of the launch
-    start.record()
-    action()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end) * 1e3
-
-
-def medians(ways: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Return the slowest rank's median of every way."""
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for round_number in range(WARM + ROUNDS):
-        for name, action in ways.items():
-            microseconds = timed(action)
-            if round_number >= WARM:
-                times[name].append(microseconds)
-    found = torch.tensor([sorted(values)[ROUNDS // 2] for values in times.values()], device="cuda")
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return dict(zip(times, found.tolist(), strict=True))
-
-
-def tuned(
-    state: GroupState, tuning: Tuning, exchange: Callable[[], object]
-) -> Callable[[], object]:
+def tuned(state: GroupState, tuning: Tuning, push: Candidate) -> Candidate:
     """Return the exchange cut in one way; its tables are made once and kept."""
-    plans: dict[object, object] = {}
-
-    def action() -> object:
-        state.tuning, state._plans = tuning, plans  # type: ignore[assignment]
-        return exchange()
-
+    state._plans = {}  # of this way alone
     state.tune(tuning)
-    programs = state.programs
+    programs, plans = state.programs, state._plans
 
-    def with_programs() -> object:
-        state.programs = programs
-        return action()
+    def in_this_way(action: Callable[[], Any]) -> Callable[[], Any]:
+        def act() -> Any:
+            state.tuning, state.programs, state._plans = tuning, programs, plans
+            return action()
 
-    with_programs()
-    return with_programs
+        return act
+
+    prepare = None if push.prepare is None else in_this_way(push.prepare)
+    return Candidate(str(tuning), in_this_way(push.run), push.check, prepare)
 
 
-def sweep(state: GroupState, tokens: int) -> None:
-    """Print both exchanges at one length, the best ways first."""
-    world, rank = dist.get_world_size(), dist.get_rank()
-    splits, group = [tokens] * world, dist.group.WORLD
-    q, k, v = (
-        torch.randn(tokens, HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16) for _ in range(3)
+def sweep(
+    exchange: QkvExchange | OutputExchange,
+    state: GroupState,
+    tunings: Sequence[Tuning],
+    *,
+    seconds: float,
+    rounds: int,
+) -> tuple[dict[str, Timed], dict[str, str]]:
+    """Check and time all ways to cut one exchange, and the floor; every rank calls this.
+
+    Returns:
+        What each took, by its name, and why others were left out.
+    """
+    device = exchange.groups.device
+    (push,) = (one for one in exchange.candidates() if one.name == PUSH)
+    candidates = [*(tuned(state, tuning, push) for tuning in tunings), floor_of(exchange)]
+    left_out: dict[str, str] = {}
+    right = keep_right_ones(candidates, device, lambda name: None, left_out)
+    return time_on_all_ranks(right, device, seconds=seconds, rounds=rounds), left_out
+
+
+def report(title: str, times: dict[str, Timed], left_out: dict[str, str]) -> str:
+    """Put the best ways first, and the default last."""
+    ways = {name: timed.us for name, timed in times.items() if name != FLOOR}
+    floor = times[FLOOR].us
+    lines = [f"{title}: {FLOOR} {floor:.1f} us"]
+    ranked = sorted(ways.items(), key=lambda entry: entry[1])[:SHOWN]
+    if str(DEFAULT_TUNING) in ways:
+        ranked.append(("the default", ways[str(DEFAULT_TUNING)]))
+    lines += [f"  {us:8.1f} us  {us / floor:5.2f}x  {name}" for name, us in ranked]
+    lines += [f"  left out: {name}: {reason}" for name, reason in left_out.items()]
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Sweep both exchanges at each length."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    attended = torch.randn(
-        tokens * world, HEADS // world, HEAD_DIM, device="cuda", dtype=torch.bfloat16
-    )
-    exchanges: dict[str, tuple[int, Callable[[], object]]] = {
-        "q, k, v": (3, lambda: scatter_heads_gather_seqlen([q, k, v], splits, group)),
-        "output": (1, lambda: scatter_seqlen_gather_head_shards(attended, splits, group)),
-    }
-    for name, (inputs, exchange) in exchanges.items():
-        nbytes = inputs * tokens * (HEADS // world) * HEAD_DIM * 2
-        block = state.send_buffers(nbytes)[0]
-        source = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
-        peer = block.peers[(rank + 1) % world][:nbytes]
-        ways = {str(tuning): tuned(state, tuning, exchange) for tuning in TUNINGS}
-        ways["flat copy to the peer"] = lambda to=peer, of=source: to.copy_(of, non_blocking=True)
-        found = medians(ways)
-        floor = found.pop("flat copy to the peer")
-        if rank == 0:
-            print(f"{name}, {tokens} tokens a rank: flat copy to the peer {floor:.1f} us")
-            ranked = sorted(found.items(), key=lambda entry: entry[1])
-            for way, microseconds in ranked[:12]:
-                print(f"  {microseconds:8.1f} us  {microseconds / floor:5.2f}x  {way}")
-            default = found[str(DEFAULT_TUNING)]
-            print(f"  {default:8.1f} us  {default / floor:5.2f}x  the default")
-
-
-def main() -> None:
-    """Sweep both lengths."""
-    init_distributed()
-    choice = use_transport(None, "symm_mem")
-    if dist.get_rank() == 0:
-        print(choice)
-    group = dist.group.WORLD
-    assert group is not None
-    state = state_of(group)
-    assert state is not None
-    for tokens in (3702, 16384):
-        sweep(state, tokens)
+    add = parser.add_argument
+    add("--tokens", type=int, nargs="+", default=[3702, 16384], help="of a rank")
+    add("--heads", type=int, default=24)
+    add("--head-dim", type=int, default=128)
+    add("--rounds", type=int, default=20)
+    add("--seconds", type=float, default=60, help="of each exchange at each length, default 60")
+    options = parser.parse_args(arguments)
+    groups = Groups.make(init_distributed().device)
+    state = None if groups.lent is None else state_of(groups.lent)
+    if state is None:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in groups.left_out.items())
+        raise SystemExit(f"there is no push to cut: {reasons}")
+    with torch.no_grad():
+        for tokens in options.tokens:
+            shape = Shape(tokens, options.heads, options.head_dim, torch.bfloat16)
+            for name, kind in (("q, k, v", QkvExchange), ("output", OutputExchange)):
+                times, left_out = sweep(
+                    kind(shape, groups),
+                    state,
+                    TUNINGS,
+                    seconds=options.seconds,
+                    rounds=options.rounds,
+                )
+                if groups.rank == 0:
+                    print(report(f"{name}, {tokens} tokens a rank", times, left_out), flush=True)
     dist.destroy_process_group()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import time
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import bench_magi2_ranks, processes, run_many_gpus
+from benchmarks import bench_magi2_ranks, processes, run_many_gpus, tune_push
 from benchmarks.harness import Candidate
 from benchmarks.nvlink.groups import Groups
 from benchmarks.nvlink.overlap import hidden_shares
@@ -19,6 +20,8 @@ from benchmarks.nvlink.timing import keep_right_ones, time_on_all_ranks
 from benchmarks.nvlink.ways import OutputExchange, QkvExchange, Shape, floor_of
 from magi2 import presets
 from tests.ranks import run_ranks
+from tests.ulysses_comm.symmetric_ranks import folder_of, run_interpreted, use_files
+from ulysses_comm.symmetric.moves import DEFAULT_TUNING, Tuning
 
 CPU = torch.device("cpu")
 
@@ -75,6 +78,46 @@ def test_right_candidates_are_timed_and_wrong_ones_named(world_size: int) -> Non
             "ours as a view, NCCL",
             "flat peer copy",
         ]
+
+
+TUNINGS = [DEFAULT_TUNING, Tuning(piece_bytes=16, tile_bytes=32)]
+
+
+def cut_in_two_ways(group: dist.ProcessGroup, folder: str) -> list[tuple[list[str], str, bool]]:
+    """Sweep both exchanges on CPU ranks that interpret the push."""
+    state = use_files(group, folder)
+    groups = Groups(CPU, group, lent=group)
+    shape = Shape(tokens=3, heads=4, head_dim=8, dtype=torch.bfloat16)
+    tiles: dict[Tuning, set[int]] = {}
+    plan_of = state.plan
+
+    def plan(*args: object, **options: object) -> object:
+        made = plan_of(*args, **options)
+        tiles.setdefault(state.tuning, set()).add(made.cut.total)
+        return made
+
+    state.plan = plan
+    found = []
+    for exchange in (QkvExchange(shape, groups), OutputExchange(shape, groups)):
+        tiles.clear()
+        times, left_out = tune_push.sweep(exchange, state, TUNINGS, seconds=5, rounds=2)
+        # Each way was cut in its own way, and in no other's.
+        own = [len(tiles[tuning]) == 1 for tuning in TUNINGS]
+        apart = tiles[TUNINGS[0]] != tiles[TUNINGS[1]]
+        text = tune_push.report("both", times, left_out)
+        found.append((list(times), text, all(own) and apart))
+    return found
+
+
+@pytest.mark.gloo
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+def test_ways_to_cut_a_push_are_checked_and_timed(tmp_path: Path) -> None:
+    for found in run_interpreted(cut_in_two_ways, 2, folder_of(tmp_path)):
+        for names, text, apart in found:
+            assert names == [*map(str, TUNINGS), "flat peer copy"]
+            assert apart
+            assert text.startswith("both: flat peer copy ")
+            assert text.splitlines()[-1].endswith("the default")
 
 
 def test_hidden_share_is_what_both_together_save_of_the_exchange() -> None:
