@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from ulysses_comm import hardware
 from ulysses_comm.mpi import BACKEND as MPI_BACKEND
 from ulysses_comm.mpi import end_job_after_failure, load_mpi, register_backend
-from ulysses_comm.symmetric.choice import TransportName, use_transport
+from ulysses_comm.symmetric.choice import TransportName, check_wish, use_transport
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -85,6 +85,8 @@ def init_distributed(
 
     Raises:
         RuntimeError: If something is missing, unknown or contradictory; the text lists all of it.
+            Also if the ranks cannot use, or ask for different transports; no group is left then.
+        ValueError: If launcher or transport is none of what it may be.
 
     Nothing is written to the environment. `torch.distributed.destroy_process_group()` ends it.
     """
@@ -93,6 +95,8 @@ def init_distributed(
             "torch.distributed is initialised already. Use its default group, or call "
             "torch.distributed.destroy_process_group() first."
         )
+    if transport is not None:
+        check_wish(transport)
     started_by = launcher or detect_launcher(os.environ)
     starts = {
         "mpirun": _start_from_mpi,
@@ -103,7 +107,11 @@ def init_distributed(
         raise ValueError(f"launcher={launcher!r}: expected 'torchrun', 'mpirun', 'bare' or None.")
     launch = starts[started_by](backend, device, timeout)
     if transport is not None:
-        use_transport(None, transport)
+        try:
+            use_transport(None, transport)
+        except RuntimeError:
+            dist.destroy_process_group()  # nothing is left half started
+            raise
     return launch
 
 

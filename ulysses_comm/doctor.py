@@ -32,6 +32,7 @@ from ulysses_comm.mpi import Launcher, find_launcher, load_mpi
 from ulysses_comm.simulate import simulate
 from ulysses_comm.symmetric.choice import (
     TransportChoice,
+    check_wish,
     choice_on_this_machine,
     explain_transport,
     use_transport,
@@ -98,11 +99,12 @@ def run(*, timeout: float = 60.0) -> Report:
         from working is a finding too.
     """
     try:
+        check_wish("auto")  # the environment's, which decides in every exchange
         launcher = detect_launcher(os.environ)
         if launcher == "bare":
             return Report(_facts(), _choices(None), _try_each_transport(timeout))
         launch = init_distributed(timeout=timedelta(seconds=timeout))
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         return Report(_facts(), _choices(None), [Check("starting the ranks", False, str(error))])
     try:
         return Report(_facts(), _choices(launch), [_try_started_ranks(launch)])

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import ulysses_comm as uc
 from tests.bits import assert_same_bits
 from tests.ulysses_comm.symmetric_ranks import FileMemory, folder_of, run_interpreted
+from ulysses_comm import bootstrap, doctor
 from ulysses_comm.symmetric import ability, choice
 from ulysses_comm.symmetric.ability import Ability, obstacles_between
 from ulysses_comm.symmetric.state import GroupState
@@ -62,6 +63,14 @@ def test_links_that_nobody_tells_of_are_taken_where_the_caller_insists() -> None
     ranks = [able(0, linked=None), able(1, linked=None)]
     assert obstacles_between(ranks, strict=False) == []
     assert len(obstacles_between(ranks, strict=True)) == 1
+
+
+def test_a_ranks_gpu_is_the_one_that_its_group_is_bound_to() -> None:
+    bound = mock.Mock(bound_device_id=torch.device("cuda", 3))
+    with mock.patch.object(torch.cuda, "current_device", return_value=1):
+        assert ability.device_of(bound) == torch.device("cuda", 3)
+        for unbound in (mock.Mock(bound_device_id=None), object()):
+            assert ability.device_of(unbound) == torch.device("cuda", 1)  # type: ignore[arg-type]
 
 
 def test_nvml_is_asked_for_each_neighbour() -> None:
@@ -157,6 +166,11 @@ def chooses(group: dist.ProcessGroup, folder: str) -> dict[str, Any]:
         def allocate(self, nbytes: int) -> Any:
             raise MemoryError("no room") if rank == 1 else RuntimeError("no peer")
 
+    def examine(device: torch.device) -> Ability:
+        if rank == 1:
+            raise RuntimeError("CUDA error: the device is gone")
+        return mine
+
     def memory(kind: type[FileMemory]) -> Any:
         return lambda group, device: kind(group, f"{folder}")
 
@@ -184,6 +198,13 @@ def chooses(group: dist.ProcessGroup, folder: str) -> dict[str, Any]:
             uc.scatter_heads_gather_seqlen([q], [2, 2], group)
             told["explained"] = uc.explain_transport(group)
         attempt("different wishes", "auto" if rank == 0 else "symm_mem")
+        attempt("one wants none of it", "collective" if rank == 0 else "symm_mem")
+        attempt("none wants it", "collective")
+        with (
+            mock.patch.object(choice, "examine_rank", side_effect=examine),
+            mock.patch.object(choice, "host_name", return_value=mine.host),
+        ):
+            attempt("a GPU that is lost", "auto")
         mine = able(rank, linked=() if rank == 0 else ("GPU-0",))
         attempt("no link", "auto")
         told["after"] = choice.state_of(group) is None
@@ -218,8 +239,39 @@ def test_all_ranks_choose_the_same(tmp_path: Path) -> None:
     )
     assert "rank 0 asks for auto" in one["different wishes"]
     assert "rank 1 asks for symm_mem" in one["different wishes"]
+    assert one["one wants none of it"] == (
+        "The ranks ask for different transports: expected the same of all, and the same "
+        "ULYSSES_COMM_TRANSPORT in the environment, which wins over the call.\n"
+        "  rank 0 asks for collective\n"
+        "  rank 1 asks for symm_mem with slots=4, timeout=60 s"
+    )
+    assert one["none wants it"].reason == "the caller asked for it"
+    assert one["a GPU that is lost"] == uc.TransportChoice(
+        "collective",
+        "no symmetric memory: rank 1: its GPU cannot be examined (RuntimeError: CUDA error: the "
+        "device is gone)",
+    )
     assert one["no link"].reason == (
         "no symmetric memory: between ranks 0 and 1: no NVLink joins their GPUs"
     )
     assert one["after"]
     assert one["gone"]
+
+
+def test_a_program_starts_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match="'nvlink': expected auto, collective, symm_mem"):
+        uc.init_distributed("gloo", device="cpu", launcher="bare", transport="nvlink")  # type: ignore[arg-type]
+    assert not dist.is_initialized()
+    refusal = mock.patch.object(bootstrap, "use_transport", side_effect=RuntimeError("no NVLink"))
+    with refusal, pytest.raises(RuntimeError, match="no NVLink"):
+        uc.init_distributed("gloo", device="cpu", launcher="bare", transport="symm_mem")
+    assert not dist.is_initialized()
+
+
+def test_the_doctor_names_a_wrong_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ULYSSES_COMM_TRANSPORT", "fast")
+    (check,) = doctor.run(timeout=1.0).checks
+    assert check.passed is False
+    assert "ULYSSES_COMM_TRANSPORT in the environment asked for transport 'fast'" in check.detail

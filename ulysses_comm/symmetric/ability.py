@@ -65,6 +65,15 @@ def serves_cuda(group: dist.ProcessGroup) -> bool:
         return False
 
 
+def device_of(group: dist.ProcessGroup) -> torch.device:
+    """Return this rank's GPU: the one that the group is bound to, else the current one."""
+    with contextlib.suppress(AttributeError, RuntimeError):
+        bound = group.bound_device_id
+        if isinstance(bound, torch.device) and bound.type == "cuda" and bound.index is not None:
+            return bound
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """Return the timeout that the group was made with; ten minutes where it does not tell."""
     with contextlib.suppress(AttributeError, RuntimeError, TypeError):
@@ -84,7 +93,7 @@ def examine_rank(device: torch.device) -> Ability:
         if index != own and torch.cuda.can_device_access_peer(own, index)
     ]
     return Ability(
-        host=_host(),
+        host=host_name(),
         device=uuids[own],
         reach=tuple(reach),
         seen=tuple(uuids),
@@ -104,8 +113,13 @@ def obstacles_between(abilities: Sequence[Ability], *, strict: bool) -> list[str
     if len({ability.host for ability in abilities}) > 1:
         return [*found, "the ranks run on more than one host"]
     for (one, a), (other, b) in itertools.combinations(enumerate(abilities), 2):
+        if a.problems or b.problems:
+            continue  # said already, and what joins their GPUs may not be known
         if a.device == b.device:
-            found.append(f"ranks {one} and {other} share one GPU")
+            found.append(
+                f"ranks {one} and {other} share one GPU (unless they do: call "
+                "torch.cuda.set_device(...) on each rank before this)"
+            )
             continue
         for (rank, mine), (peer, theirs) in (((one, a), (other, b)), ((other, b), (one, a))):
             obstacle = _obstacle(mine, theirs, strict=strict)
@@ -193,7 +207,7 @@ def _uuid(index: int) -> str:
     return uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
 
 
-def _host() -> str:
+def host_name() -> str:
     """Name this machine so that no other has the name, whatever they are called."""
     boot = ""
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:

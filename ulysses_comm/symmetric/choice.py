@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,9 @@ from ulysses_comm.group import Group, resolve_group
 from ulysses_comm.hardware import Choice
 from ulysses_comm.symmetric.ability import (
     Ability,
+    device_of,
     examine_rank,
+    host_name,
     obstacles_between,
     serves_cuda,
     timeout_of,
@@ -129,6 +132,25 @@ def state_of(group: dist.ProcessGroup) -> GroupState | None:
     return chosen.state
 
 
+def way_of(
+    group: dist.ProcessGroup, inputs: Sequence[torch.Tensor], *, async_op: bool
+) -> str | None:
+    """Name how an exchange would travel, which ranks have to agree on; asks no other rank.
+
+    The collective serves `start_...` and the plain call alike; symmetric memory does not. None if
+    there is nothing to compare.
+    """
+    form = "start_... (pull)" if async_op else "the plain call (push)"
+    chosen = _CHOSEN.get(group)
+    if chosen is None:
+        wish = os.environ.get(TRANSPORT_VARIABLE, "collective")
+        undecided = wish != "collective" and serves_cuda(group)
+        return f"{wish}, to be decided, {form}" if undecided else None
+    if chosen.state is None or not chosen.state.serves(inputs):
+        return None
+    return f"symm_mem, {form}"
+
+
 def install_state(group: dist.ProcessGroup, state: GroupState, reason: str) -> None:
     """Exchange through a state that was made elsewhere: tests bring their own memory."""
     _CHOSEN[group] = _Chosen(TransportChoice("symm_mem", reason), state)
@@ -137,6 +159,15 @@ def install_state(group: dist.ProcessGroup, state: GroupState, reason: str) -> N
 _UNASKED = _Chosen(TransportChoice("collective", "use_transport was not called for this group"))
 
 _CHOSEN: weakref.WeakKeyDictionary[dist.ProcessGroup, _Chosen] = weakref.WeakKeyDictionary()
+
+
+def check_wish(name: str) -> None:
+    """Check a transport's name, and the environment's, before anything is started for it.
+
+    Raises:
+        ValueError: If there is no such transport.
+    """
+    _wish(name)
 
 
 def _wish(name: str) -> tuple[str, str]:
@@ -159,23 +190,25 @@ def _check_numbers(slots: int, timeout: timedelta | None) -> None:
 def _choose(
     group: dist.ProcessGroup, name: str, source: str, slots: int, timeout: timedelta | None
 ) -> _Chosen:
-    if name == "collective":
-        return _Chosen(TransportChoice("collective", f"{source} asked for it"))
+    asked = TransportChoice("collective", f"{source} asked for it")
     if not serves_cuda(group):
+        if name == "collective":
+            return _Chosen(asked)
         # Known to every rank without asking. The environment speaks to all groups of a program,
         # those for the CPU among them.
         wish = name if source == _CALLER else "auto"
         return _refuse(wish, source, ["the group has no backend for CUDA tensors"])
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = device_of(group)
     before = _CHOSEN.get(group)
     if before is not None and before.state is not None:
         before.state.settle()  # its memory may go, and every rank's launches are over by then
     seconds = (timeout or timeout_of(group, device)).total_seconds()
-    answers = ask_all(
-        group,
-        {"wish": [name, slots, seconds], "ability": examine_rank(device).to_json()},
-    )
+    # Ranks that want the collective say so too: the others would wait for them.
+    wish_of_rank = [name, slots, seconds] if name != "collective" else [name, None, None]
+    answers = ask_all(group, {"wish": wish_of_rank, "ability": _examined(device).to_json()})
     _check_same_wish([answer["wish"] for answer in answers])
+    if name == "collective":
+        return _Chosen(asked)
     abilities = [Ability.from_json(answer["ability"]) for answer in answers]
     obstacles = obstacles_between(abilities, strict=name == "auto")
     if obstacles:
@@ -200,14 +233,25 @@ def _choose(
     return _Chosen(TransportChoice("symm_mem", reason), state)
 
 
-def _check_same_wish(wishes: list[list[object]]) -> None:
+def _examined(device: torch.device) -> Ability:
+    """Return what this rank can do; that it cannot tell is a problem that the others hear of."""
+    try:
+        return examine_rank(device)
+    except Exception as error:
+        problem = f"its GPU cannot be examined ({type(error).__name__}: {error})"
+        return Ability(host_name(), str(device), (), (), None, (problem,))
+
+
+def _check_same_wish(wishes: list[list[Any]]) -> None:
     if any(wish != wishes[0] for wish in wishes):
         lines = [
-            f"rank {rank} asks for {wish[0]} with slots={wish[1]}, timeout={wish[2]} s"
+            f"rank {rank} asks for {wish[0]}"
+            + ("" if wish[1] is None else f" with slots={wish[1]}, timeout={wish[2]:g} s")
             for rank, wish in enumerate(wishes)
         ]
         raise RuntimeError(
-            "The ranks ask for different transports: expected the same of all.\n  "
+            "The ranks ask for different transports: expected the same of all, and the same "
+            f"{TRANSPORT_VARIABLE} in the environment, which wins over the call.\n  "
             + "\n  ".join(lines)
         )
 
