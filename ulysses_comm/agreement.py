@@ -85,7 +85,11 @@ CheckedT = TypeVar("CheckedT", bound=Checked)
 
 
 def agree(
-    check: Callable[[], CheckedT], group: dist.ProcessGroup | None, validate: Validate
+    check: Callable[[], CheckedT],
+    group: dist.ProcessGroup | None,
+    validate: Validate,
+    *,
+    way: Callable[[CheckedT], str | None] | None = None,
 ) -> CheckedT:
     """Run this rank's own check and, if asked to, compare its outcome with the other ranks'.
 
@@ -93,6 +97,7 @@ def agree(
         check: Checks the arguments of one exchange on this rank; ValueError for bad input.
         group: The ranks of the exchange; None for a lone rank.
         validate: Whether to compare.
+        way: Says how what `check` returned would travel, where ranks have to take one way.
 
     Returns:
         What `check` returned.
@@ -111,6 +116,8 @@ def agree(
     try:
         checked = check()
         facts = checked.facts()
+        if way is not None and (name := way(checked)) is not None:
+            facts["transport"] = name
         layout = json.dumps(facts)
     except Exception as error:
         _post(group, json.dumps({"refused": f"{type(error).__name__}: {error}"}))

@@ -21,6 +21,7 @@ from ulysses_comm.group import Group, rank_and_world_size, resolve_group
 from ulysses_comm.head_split import HeadSplit
 from ulysses_comm.layout import shares_memory
 from ulysses_comm.pending import Pending
+from ulysses_comm.symmetric.choice import way_of
 from ulysses_comm.traced import scatter_heads_traced, scatter_seqlen_traced
 from ulysses_comm.transfer import (
     Buffers,
@@ -66,7 +67,10 @@ def launch_scatter_heads(
             _check_places([] if out is None else [out], alignment)
         return checked
 
-    checked = agree(check, process_group, validate)
+    def way(checked: HeadScatter) -> str | None:
+        return way_of(process_group, checked.inputs, async_op=async_op) if process_group else None
+
+    checked = agree(check, process_group, validate, way=way)
     inputs, wire = checked.inputs, checked.wire
     if wire is None:
         return Pending.of([])
@@ -151,7 +155,10 @@ def launch_scatter_seqlen_each(
             _check_places(out)
         return checked
 
-    checked = agree(check, process_group, validate)
+    def way(checked: SeqlenScatter) -> str | None:
+        return way_of(process_group, checked.inputs, async_op=async_op) if process_group else None
+
+    checked = agree(check, process_group, validate, way=way)
     inputs, wire = checked.inputs, checked.wire
     if wire is None:
         return Pending.of([])

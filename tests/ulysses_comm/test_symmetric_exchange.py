@@ -16,7 +16,8 @@ import torch.distributed as dist
 import ulysses_comm as uc
 from tests.bits import assert_same_bits
 from tests.ulysses_comm.symmetric_ranks import bits, both, folder_of, run_interpreted, use_files
-from ulysses_comm.symmetric import pool
+from ulysses_comm.symmetric import choice, pool
+from ulysses_comm.symmetric.ask import ask_all
 
 pytestmark = [
     pytest.mark.gloo,
@@ -234,3 +235,114 @@ def means_something_else(group: dist.ProcessGroup, folder: str) -> str:
 def test_ranks_that_differ_get_an_error_and_no_data(tmp_path: Path) -> None:
     texts = run_interpreted(means_something_else, 2, folder_of(tmp_path))
     assert all("the ranks mean different exchanges" in text for text in texts), texts
+
+
+# What must not bring ranks out of step
+
+
+def counters_wrap(group: dist.ProcessGroup, folder: str) -> None:
+    """Exchanges are numbered in 32 bits of a word: signed and unsigned ends are passed."""
+    state = use_files(group, folder)
+    rank, world = group.rank(), group.size()
+    q = bits((2, 2 * world, 8), torch.bfloat16, rank)
+    whole = torch.cat([bits((2, 2 * world, 8), torch.bfloat16, r) for r in range(world)])
+    for start in (2**31 - 2, 2**32 - 2):
+        ask_all(group, "the last exchange is over")
+        state.words[0] = start
+        state.words[2:] = start
+        state.pad.fill_(start & 0xFFFFFFFF)
+        ask_all(group, "counters are set")
+        for _ in range(3):
+            (pushed,) = uc.scatter_heads_gather_seqlen([q], [2] * world, group)
+            (pulled,) = uc.start_scatter_heads_gather_seqlen([q], [2] * world, group).wait()
+            for result in (pushed, pulled):
+                assert_same_bits(result, whole[:, 2 * rank : 2 * rank + 2])
+        assert int(state.words[0]) == start + 3
+
+
+def memory_runs_out_once(group: dist.ProcessGroup, folder: str) -> None:
+    """A rank without memory for its result has not taken part, and may try again."""
+    state = use_files(group, folder, slots=0)
+    rank, world = group.rank(), group.size()
+    q = bits((2, world, 8), torch.bfloat16, rank, 1)
+
+    class Full(uc.Workspace):
+        def take(self, *args: Any) -> torch.Tensor:
+            raise MemoryError("no room for the result")
+
+    if rank == 0:
+        with pytest.raises(MemoryError, match="no room"):
+            uc.scatter_heads_gather_seqlen([q], [2] * world, group, workspace=Full())
+        assert int(state.words[0]) == 0
+    (result,) = uc.scatter_heads_gather_seqlen([q], [2] * world, group)
+    whole = torch.cat([bits((2, world, 8), torch.bfloat16, r, 1) for r in range(world)])
+    assert_same_bits(result, whole[:, rank : rank + 1])
+
+
+def forms_differ(group: dist.ProcessGroup, folder: str) -> None:
+    """`validate` sees what the two forms cannot say to each other, and only where it matters."""
+    plain, start = uc.scatter_heads_gather_seqlen, uc.start_scatter_heads_gather_seqlen
+    world = group.size()
+    q = torch.ones(2, world, 8)
+
+    def exchange(validate: Any) -> Any:
+        if group.rank() == 0:
+            return plain([q], [2] * world, group, validate=validate)
+        return start([q], [2] * world, group, validate=validate).wait()
+
+    assert_same_bits(
+        exchange(True)[0], torch.ones(2 * world, 1, 8)
+    )  # over the collective they meet
+    use_files(group, folder)
+    agreement = uc.Agreement()
+    for validate in (True, agreement):
+        with pytest.raises(
+            uc.RankDisagreementError, match=r"transport: .*push.* on rank 0, .*pull"
+        ):
+            exchange(validate)
+    for form in (plain, start):
+        result = form([q], [2] * world, group, validate=agreement)
+        assert_same_bits(
+            (result if form is plain else result.wait())[0], torch.ones(2 * world, 1, 8)
+        )
+
+
+def groups_share_ranks(group: dist.ProcessGroup, folder: str) -> None:
+    """Groups of the same ranks, one of them of another transport, in turn."""
+    rank = group.rank()
+    groups = {name: dist.new_group() for name in ("first", "second", "collective")}
+    for name, one in groups.items():
+        if name != "collective":
+            (Path(folder) / name).mkdir(exist_ok=True)
+            use_files(one, f"{folder}/{name}", slots=1)
+    held = []
+    for number in range(2):
+        for one in groups.values():
+            size = one.size()
+            q = bits((2, size, 8), torch.bfloat16, rank, number)
+            for start in (False, True):
+                if start:
+                    pending = uc.start_scatter_heads_gather_seqlen([q], [2] * size, one)
+                    (result,) = pending.wait()
+                else:
+                    (result,) = uc.scatter_heads_gather_seqlen([q], [2] * size, one)
+                whole = torch.cat(
+                    [bits((2, size, 8), torch.bfloat16, r, number) for r in range(size)]
+                )
+                held.append((result, whole[:, rank : rank + 1]))
+    for result, want in held:
+        assert_same_bits(result, want)
+
+
+def stays_in_step(group: dist.ProcessGroup, folder: str) -> None:
+    for number, attack in enumerate(
+        (forms_differ, counters_wrap, memory_runs_out_once, groups_share_ranks)
+    ):
+        own = Path(folder) / str(number)
+        own.mkdir(exist_ok=True)
+        choice._CHOSEN.pop(group, None)
+        attack(group, str(own))
+
+
+def test_ranks_stay_in_step(tmp_path: Path) -> None:
+    run_interpreted(stays_in_step, 2, folder_of(tmp_path))

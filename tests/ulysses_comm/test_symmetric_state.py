@@ -5,15 +5,19 @@ from __future__ import annotations
 import gc
 import logging
 import time
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from ulysses_comm.symmetric import pull
 from ulysses_comm.symmetric.capture import capture_of
 from ulysses_comm.symmetric.memory import Block
 from ulysses_comm.symmetric.pool import Pool, Slot, fitting, size_class
+from ulysses_comm.symmetric.pull import PullWork
 from ulysses_comm.symmetric.report import Report
+from ulysses_comm.symmetric.state import GroupState
 
 
 class Memory:
@@ -144,3 +148,79 @@ def test_a_report_names_the_rank_and_is_told_once(caplog: pytest.LogCaptureFixtu
 
 def test_the_cpu_captures_nothing() -> None:
     assert capture_of(torch.device("cpu")) is None
+
+
+class Stream:
+    """What a stream was told to wait for."""
+
+    device = torch.device("cuda", 1)
+
+    def __init__(self) -> None:
+        self.waited: list[str] = []
+
+    def wait_event(self, event: str) -> None:
+        self.waited.append(event)
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> tuple[Stream, Stream]:
+    """Where an exchange is started, and the current stream of its device later on."""
+    started, current = Stream(), Stream()
+
+    def current_stream(device: object = None) -> Stream:
+        assert device == Stream.device, "the stream of another device orders nothing"
+        return current
+
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    monkeypatch.setattr(pull, "is_capturing", lambda stream: False)
+    return started, current
+
+
+def test_both_streams_wait_for_an_exchange(streams: tuple[Stream, Stream]) -> None:
+    started, current = streams
+    work = PullWork("copied", started, ())  # type: ignore[arg-type]
+    work.wait()
+    work.wait()
+    del work
+    assert (started.waited, current.waited) == (["copied"], ["copied"])
+    PullWork("again", current, ()).wait()  # type: ignore[arg-type]
+    assert current.waited == ["copied", "again"]
+
+
+def test_a_dropped_exchange_holds_back_where_it_was_started(
+    streams: tuple[Stream, Stream], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, current = streams
+    work = PullWork("copied", started, ())  # type: ignore[arg-type]
+    del work
+    assert (started.waited, current.waited) == (["copied"], [])
+    # A graph is captured there since: CUDA would refuse, and spoil the capture.
+    work = PullWork("later", started, ())  # type: ignore[arg-type]
+    monkeypatch.setattr(pull, "is_capturing", lambda stream: True)
+    del work
+    assert started.waited == ["copied"]
+
+
+def alone(seconds: float = 1.0) -> GroupState:
+    group = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
+    return GroupState(group, torch.device("cpu"), Memory(), 1, seconds)  # type: ignore[arg-type]
+
+
+def test_the_longest_timeout_fits_the_kernels_clock() -> None:
+    assert alone(timedelta.max.total_seconds()).timeout_ns == 2**63 - 1
+    assert alone(1.5).timeout_ns == 1_500_000_000
+
+
+def test_inputs_on_another_gpu_are_refused_on_the_rank_at_fault() -> None:
+    state = alone()
+    state.device = torch.device("cuda", 1)
+    state.check_device(torch.device("cuda", 1))
+    state.check_device(torch.device("cpu"))  # of the collective
+    with pytest.raises(ValueError, match="inputs are on cuda:0: expected cuda:1, on which rank 0"):
+        state.check_device(torch.device("cuda", 0))
+    state.device = torch.device("cpu")
+    assert state.serves([torch.ones(1)])
+    assert not state.serves([torch.ones(1, device="meta")])
+    state.device = torch.device("meta", 0)
+    with pytest.raises(ValueError, match="are on meta: expected meta:0"):
+        state.serves([torch.ones(1, device="meta")])

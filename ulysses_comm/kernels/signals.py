@@ -44,8 +44,9 @@ def announce(pads, peer, place, word):
 
 @triton.jit
 def _is_behind(seen, sequence):
-    """Whether a word is of an earlier exchange; the difference of the low halves, wrapped."""
-    return (seen.to(tl.int32) - sequence.to(tl.int32)) < 0
+    """Whether a word is of an earlier exchange: the sign of the low halves' difference, wrapped."""
+    # Not as a difference of 32 bits: Triton's debug mode takes its overflow for an error.
+    return (((seen - sequence) >> 31) & 1) == 1
 
 
 @triton.jit

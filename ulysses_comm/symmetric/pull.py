@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from ulysses_comm.symmetric.capture import is_capturing
 from ulysses_comm.symmetric.memory import Block
 from ulysses_comm.symmetric.moves import Exchange, agreed, layout_of
 from ulysses_comm.symmetric.push import (
@@ -27,20 +28,48 @@ from ulysses_comm.symmetric.state import RING, GroupState
 class PullWork:
     """An exchange under way; keeps what it reads alive until it has been waited for."""
 
-    def __init__(self, event: torch.cuda.Event | None, inputs: Sequence[torch.Tensor]) -> None:
-        self._event, self._inputs = event, inputs
+    def __init__(
+        self,
+        event: torch.cuda.Event | None,
+        stream: torch.cuda.Stream | None,
+        inputs: Sequence[torch.Tensor],
+    ) -> None:
+        """Hold on to an exchange.
+
+        Args:
+            event: Comes after the copies; None if there is nothing to wait for.
+            stream: Where it was started; inputs and buffers are reused in its order.
+            inputs: What the copies read.
+        """
+        self._event, self._stream, self._inputs = event, stream, inputs
+        self._captured = stream is not None and is_capturing(stream)
 
     def wait(self) -> bool:
-        """Let the current stream wait for the copies."""
-        if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
-        self._event, self._inputs = None, ()
+        """Let the current stream of the exchange's device wait for the copies.
+
+        The stream where it was started waits as well: in its order an input that was lent is lent
+        again, and a workspace's buffer is handed out again.
+        """
+        if self._event is not None and self._stream is not None:
+            current = torch.cuda.current_stream(self._stream.device)
+            current.wait_event(self._event)
+            if current == self._stream:
+                self._event = None
+        self._release()
         return True
 
     def __del__(self) -> None:
-        # Dropped without a wait: an input that was lent must not be lent again before it is read.
+        # Dropped without a wait, on any thread: its current stream has nothing to do with this.
         with contextlib.suppress(RuntimeError):
-            self.wait()
+            self._release()
+
+    def _release(self) -> None:
+        event, stream = self._event, self._stream
+        self._event, self._stream = None, None
+        # A capture that began or ended since: CUDA forbids it, and has synchronised.
+        if event is not None and stream is not None and is_capturing(stream) == self._captured:
+            stream.wait_event(event)
+        self._inputs = ()
 
 
 def start_pull(
@@ -63,7 +92,7 @@ def start_pull(
     """
     facts = agreed(exchange)
     if facts.send_bytes == 0:
-        return own(), PullWork(None, ())
+        return own(), PullWork(None, None, ())
     state.check()
     with state.lock, state.on_device():
         blocks = state.send_buffers(facts.send_bytes)
@@ -73,8 +102,9 @@ def start_pull(
         if state.side is None:
             _pack(state, exchange, ready, receive, blocks[ring], ring)
             _fetch(state, exchange, receive, blocks[ring], ring)
-            return receive, PullWork(None, ())
-        state.side.wait_stream(torch.cuda.current_stream(state.device))
+            return receive, PullWork(None, None, ())
+        stream = torch.cuda.current_stream(state.device)
+        state.side.wait_stream(stream)
         with torch.cuda.stream(state.side):
             _pack(state, exchange, ready, receive, blocks[ring], ring)
             _fetch(state, exchange, receive, blocks[ring], ring)
@@ -82,7 +112,7 @@ def start_pull(
         # Should the caller drop them before it has waited.
         for tensor in (receive, *ready):
             tensor.record_stream(state.side)
-        return receive, PullWork(event, ready)
+        return receive, PullWork(event, stream, ready)
 
 
 def _pack(

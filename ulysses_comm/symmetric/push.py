@@ -42,6 +42,8 @@ def push(
         pool = state.pool(facts.receive_bytes)
         slot = pool.take(capture_of(state.device)) if lend and state.slots else None
         place = pool.staging if slot is None else slot
+        # Before the launch: a rank that runs out of memory has not taken part then.
+        result = own() if slot is None else None
         stream = state.enter()
         if stream is not None:
             wait_for(stream, place.stream)  # where its last result was lent, and may be read
@@ -49,7 +51,7 @@ def push(
         _launch(state, exchange, inputs, pool, place, facts.digest)
         received = place.lend(exchange.receive_shape(state.rank), exchange.wire.dtype)
         clear_gaps(received, exchange, state.rank)
-        return received if slot is not None else own().copy_(received)
+        return received if result is None else result.copy_(received)
 
 
 def movable(inputs: Sequence[torch.Tensor], wire: Wire) -> list[torch.Tensor]:

@@ -32,6 +32,8 @@ MAX_INPUTS = 8  # of the kernels, which are not imported here
 
 _MOST_PLANS = 1024
 
+_LONGEST_NS = 2**63 - 1  # of the kernels' clock: 292 years
+
 
 class Plan(NamedTuple):
     """How to move one layout, and its table on the device."""
@@ -86,7 +88,7 @@ class GroupState:
         """
         self.rank, self.world_size = group.rank(), group.size()
         self.device, self.slots = device, slots
-        self.timeout_ns = int(seconds * 1e9)
+        self.timeout_ns = min(int(seconds * 1e9), _LONGEST_NS)
         on_gpu = device.type == "cuda"
         self._memory, self._seconds = memory, seconds
         self._pools: list[Pool] = []
@@ -131,12 +133,31 @@ class GroupState:
         return (self.slots, self._seconds) == (slots, seconds)
 
     def serves(self, inputs: Sequence[torch.Tensor]) -> bool:
-        """Whether an exchange of these inputs goes this way, which depends on the program alone."""
-        return (
-            0 < len(inputs) <= MAX_INPUTS
-            and all(type(t) in (torch.Tensor, torch.nn.Parameter) for t in inputs)
-            and inputs[0].device == self.device
-        )
+        """Whether an exchange of these inputs goes this way, which depends on the program alone.
+
+        Raises:
+            ValueError: If they lie on another device of the kind, which is this rank's mistake: the
+                others would wait for it in vain.
+        """
+        if not 0 < len(inputs) <= MAX_INPUTS or not all(
+            type(t) in (torch.Tensor, torch.nn.Parameter) for t in inputs
+        ):
+            return False
+        self.check_device(inputs[0].device)
+        return inputs[0].device.type == self.device.type
+
+    def check_device(self, device: torch.device) -> None:
+        """Refuse another device of the kind that the group exchanges on.
+
+        Raises:
+            ValueError: If it is one.
+        """
+        if device.type == self.device.type and device != self.device:
+            raise ValueError(
+                f"The inputs are on {device}: expected {self.device}, on which rank {self.rank} "
+                "chose its transport. Move them there, or call use_transport with the other GPU "
+                "as the current one (torch.cuda.set_device)."
+            )
 
     def check(self) -> None:
         """Raise what a kernel has written down.
