@@ -5,9 +5,12 @@ Real processes, kernels under Triton's interpreter; see `symmetric_ranks`.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +18,14 @@ import torch.distributed as dist
 
 import ulysses_comm as uc
 from tests.bits import assert_same_bits
-from tests.ulysses_comm.symmetric_ranks import bits, both, folder_of, run_interpreted, use_files
+from tests.ulysses_comm.symmetric_ranks import (
+    bits,
+    both,
+    collectively,
+    folder_of,
+    run_interpreted,
+    use_files,
+)
 from ulysses_comm.symmetric import choice, pool
 from ulysses_comm.symmetric.ask import ask_all
 
@@ -148,7 +158,14 @@ def lends_and_copies(group: dist.ProcessGroup, folder: str) -> None:
     # A slot is lent again once nothing refers to it, even where only this rank let go.
     if rank == 0:
         held.clear()
-    assert in_slot(exchange(9)) == (rank == 0)
+    result = exchange(9)
+    assert in_slot(result) == (rank == 0)
+    # Each wrote where the other said, not where it receives itself.
+    assert_same_bits(result, expected(9))
+    for number, tensor in enumerate(held):
+        whole = expected(number)
+        assert_same_bits(tensor.contiguous(), whole[:, number % 2 :].contiguous())
+    del result
     held.clear()
     # Memory that the caller names gets a copy.
     out = torch.empty(3 * world, 2, 8, dtype=torch.bfloat16)
@@ -307,6 +324,68 @@ def forms_differ(group: dist.ProcessGroup, folder: str) -> None:
         )
 
 
+class Late:
+    """A kernel after which the host takes its time."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: Any) -> Any:
+        def call(*args: Any, **options: Any) -> None:
+            self.kernel[grid](*args, **options)
+            time.sleep(0.3)
+
+        return call
+
+
+def send_buffers_are_read_first(group: dist.ProcessGroup, folder: str) -> None:
+    """A send buffer is written again once the slowest rank has read it.
+
+    In a row the ring alone sees to that; a graph that is replayed takes one buffer every time.
+    """
+    from ulysses_comm.kernels import signals
+
+    state = use_files(group, folder)
+    rank, world = group.rank(), group.size()
+    late = mock.patch.object(signals, "await_kernel", Late(signals.await_kernel))
+    for number in range(3):
+        q = bits((2, world, 8), torch.bfloat16, rank, number)
+        whole = torch.cat([bits((2, world, 8), torch.bfloat16, r, number) for r in range(world)])
+        state.started = 0
+        with late if rank == 1 else contextlib.nullcontext():
+            (result,) = uc.start_scatter_heads_gather_seqlen([q], [2] * world, group).wait()
+        assert_same_bits(result, whole[:, rank : rank + 1])
+
+
+def gaps_are_cleared(group: dist.ProcessGroup, folder: str) -> None:
+    """The whole of `out` is what the collective writes: bytes between inputs are zero."""
+    use_files(group, folder)
+    rank, world = group.rank(), group.size()
+    odd = bits((2, world, 3), torch.uint8, rank, 1)
+    wide = bits((2, world, 5), torch.float32, rank, 2)
+    with collectively(group):
+        (first, _) = uc.scatter_heads_gather_seqlen(
+            [odd, wide], [2] * world, group, keep_dtypes=True
+        )
+    row = first.untyped_storage().nbytes() // (2 * world)
+    assert row > 3 + 4 * 5
+    full = torch.full((2, world, row), 255, dtype=torch.uint8)
+
+    def exchange(start: bool) -> list[torch.Tensor]:
+        out = torch.full((2 * world, row), 255, dtype=torch.uint8)
+        # What was received before, in the same place, left no zeros.
+        uc.scatter_heads_gather_seqlen([full], [2] * world, group, out=out.view(-1, 1, row))
+        call = uc.start_scatter_heads_gather_seqlen if start else uc.scatter_heads_gather_seqlen
+        got = call([odd, wide], [2] * world, group, keep_dtypes=True, out=out)
+        if start:
+            got.wait()
+        return [out]
+
+    for start in (False, True):
+        (ours,), (theirs,) = both(group, lambda start=start: exchange(start))
+        assert_same_bits(ours, theirs)
+
+
 def groups_share_ranks(group: dist.ProcessGroup, folder: str) -> None:
     """Groups of the same ranks, one of them of another transport, in turn."""
     rank = group.rank()
@@ -336,7 +415,14 @@ def groups_share_ranks(group: dist.ProcessGroup, folder: str) -> None:
 
 def stays_in_step(group: dist.ProcessGroup, folder: str) -> None:
     for number, attack in enumerate(
-        (forms_differ, counters_wrap, memory_runs_out_once, groups_share_ranks)
+        (
+            forms_differ,
+            counters_wrap,
+            memory_runs_out_once,
+            gaps_are_cleared,
+            send_buffers_are_read_first,
+            groups_share_ranks,
+        )
     ):
         own = Path(folder) / str(number)
         own.mkdir(exist_ok=True)

@@ -207,9 +207,10 @@ def test_every_exchange_gives_the_bits_of_nccl() -> None:
 
 
 def test_auto_takes_symmetric_memory_where_nvlink_is() -> None:
+    expected = {"symm_mem": "symm_mem: ", "collective": "collective: no symmetric memory"}
+    start = expected[choice.choice_on_this_machine().name]
     texts = run(uc.explain_transport, transport="auto")
-    print(texts)
-    assert all(text.startswith(("symm_mem: ", "collective: no symmetric memory")) for text in texts)
+    assert all(text.startswith(start) for text in texts), texts
 
 
 def gradients(group: dist.ProcessGroup) -> None:
@@ -261,7 +262,13 @@ def held(group: dist.ProcessGroup) -> None:
         assert_same_bits(tensor.contiguous(), expected(number).contiguous())
     if rank == 0:
         kept.clear()
-    assert in_slot(group, exchange(60)) == (rank == 0)
+    result = exchange(60)
+    assert in_slot(group, result) == (rank == 0)
+    # Each wrote where the other said, not where it receives itself.
+    assert_same_bits(result.contiguous(), expected(60).contiguous())
+    for number, tensor in enumerate(kept):
+        assert_same_bits(tensor.contiguous(), expected(number).contiguous())
+    del result
     kept.clear()
     out = torch.empty(800, 4, 128, dtype=BF16, device="cuda")
     assert exchange(61, out=out).untyped_storage().data_ptr() == out.untyped_storage().data_ptr()
@@ -301,6 +308,39 @@ def two_streams(group: dist.ProcessGroup) -> None:
 
 def test_exchanges_of_two_streams_keep_their_order() -> None:
     run(two_streams, slots=2)
+
+
+def late_reads(group: dist.ProcessGroup) -> None:
+    rank, splits = group.rank(), [2000, 2000]
+    one, other = (torch.cuda.Stream() for _ in range(2))
+    inputs = [bits((2000, 16, 128), rank, number) for number in range(3)]
+    torch.cuda.synchronize()
+
+    def exchange(number: int) -> torch.Tensor:
+        return uc.scatter_heads_gather_seqlen([inputs[number]], splits, group)[0]
+
+    with torch.cuda.stream(one):
+        first = exchange(0)
+    with torch.cuda.stream(other):
+        held = exchange(1)
+    with torch.cuda.stream(one):  # after the last exchange was launched, on a stream of its own
+        torch.cuda._sleep(50_000_000)
+        total = first.view(torch.int16).long().sum()
+    place = first.data_ptr()
+    del first
+    with torch.cuda.stream(other):
+        again = exchange(2)
+    assert again.data_ptr() == place, "the slot that is still being read is the free one"
+    torch.cuda.synchronize()
+    for number, sum_of in ((0, total), (1, held), (2, again)):
+        whole = torch.cat([bits((2000, 16, 128), r, number) for r in range(WORLD)])
+        part = whole[:, 8 * rank : 8 * rank + 8].contiguous().view(torch.int16).long().sum()
+        found = sum_of if sum_of.dim() == 0 else sum_of.view(torch.int16).long().sum()
+        assert int(found) == int(part), number
+
+
+def test_a_slot_is_not_written_before_another_stream_has_read_it() -> None:
+    run(late_reads, slots=2)
 
 
 def captured(group: dist.ProcessGroup, asynchronous: bool) -> None:
