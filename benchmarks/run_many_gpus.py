@@ -138,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit("no two GPUs here: run on a machine that has them, or with --device cpu")
     options.out.mkdir(parents=True, exist_ok=True)
     record = options.out / "steps.jsonl"
-    passed = _passed(record)
+    passed = _passed(record, options.device)
     deadline = time.monotonic() + options.seconds
     summary = []
     for step in steps_of(options.steps, worlds, options.device, options.out):
@@ -150,7 +150,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         else:
             print(f"== {step.name}: {' '.join(step.program)}", flush=True)
             ended, seconds = run_step(step, options.out, left)
-            line = {"step": step.name, "ended": ended, "seconds": round(seconds, 1)}
+            line = {"step": step.name, "device": options.device, "ended": ended,
+                    "seconds": round(seconds, 1)}  # fmt: skip
             with record.open("a") as file:
                 file.write(json.dumps(line) + "\n")
             if ended != "passed":
@@ -207,11 +208,13 @@ def _print_growth(folder: Path) -> None:
         print(f"no picture: {error}")
 
 
-def _passed(record: Path) -> set[str]:
+def _passed(record: Path, device: str) -> set[str]:
+    """Steps that have passed on this kind of device; a check on the CPU says nothing of GPUs."""
     if not record.exists():
         return set()
     lines = [json.loads(line) for line in record.read_text().splitlines()]
-    return {line["step"] for line in lines if line["ended"] == "passed"}
+    of_device = [line for line in lines if line["device"] == device]
+    return {line["step"] for line in of_device if line["ended"] == "passed"}
 
 
 def _worlds(device: str) -> list[int]:

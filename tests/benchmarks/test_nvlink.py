@@ -195,6 +195,10 @@ def test_steps_go_on_where_a_call_stopped(tmp_path: Path, monkeypatch: pytest.Mo
     said = (tmp_path / "summary.txt").read_text().splitlines()
     assert "passed before" in said[0]
     assert "left: the time is over" in said[1]
+    # What a CPU passed tells nothing of GPUs.
+    with pytest.raises(SystemExit):
+        run_many_gpus.main([*arguments[:2], "--device", "cuda", "--world", "2", "--seconds", "1"])
+    assert "left: the time is over" in (tmp_path / "summary.txt").read_text().splitlines()[0]
 
 
 def test_two_layers_have_every_kind_and_the_clip_grows_with_the_ranks() -> None:

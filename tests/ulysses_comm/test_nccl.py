@@ -15,9 +15,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.ulysses_comm import transport_cases, transport_faults
 from tests.ulysses_comm.transport_cases import (
@@ -28,6 +30,7 @@ from tests.ulysses_comm.transport_cases import (
     TransportMissingError,
 )
 from tests.ulysses_comm.transport_faults import FAULTS, describe, judge
+from ulysses_comm import TransportChoice, simulate
 
 KERNELS_OWN = "attention layer"  # the bits of its sums are its kernels', not the transport's
 FAULTS_AT_A_TIME = 3
@@ -136,6 +139,20 @@ def test_a_case_that_fails_dies_or_is_alone_is_named(monkeypatch: pytest.MonkeyP
     assert "rank 1: " in reports["wrong"].problem
     assert "broken on purpose" in reports["wrong"].problem
     assert "rank 1 ended with 7" in reports["dies"].problem
+
+
+def test_a_refusal_is_no_reason_to_skip_where_the_transport_can_be_used() -> None:
+    able = TransportChoice("symm_mem", "2 GPUs")
+
+    def step(group: dist.ProcessGroup) -> str:
+        with (
+            mock.patch.object(transport_cases, "choice_on_this_machine", return_value=able),
+            pytest.raises(RuntimeError, match="cannot use"),
+        ):
+            transport_cases.use("symm_mem", group)
+        return transport_cases.use("symm_mem", group)
+
+    assert "no backend for CUDA" in simulate(2, step).results[0]
 
 
 BROKEN = ("wrong", "dies")

@@ -51,7 +51,9 @@ from ulysses_comm import (
     start_scatter_seqlen_gather_head_shards,
     start_scatter_seqlen_gather_heads,
     start_scatter_seqlen_gather_heads_each,
+    use_transport,
 )
+from ulysses_comm.symmetric.choice import choice_on_this_machine
 
 TRANSPORTS = ("collective", "symm_mem")
 # Symmetric memory out of files, its kernels interpreted: the same protocol on any machine.
@@ -519,6 +521,8 @@ class TransportMissingError(Exception):
 def use(transport: str, group: dist.ProcessGroup, folder: str = "", **options: Any) -> str:
     """Choose the transport for a group; return why it cannot be, or an empty text.
 
+    Where the machine has what it takes, a refusal is a failure, not a reason to skip tests.
+
     Args:
         transport: One of `TRANSPORTS`, or `FILES`.
         group: The ranks.
@@ -533,14 +537,11 @@ def use(transport: str, group: dist.ProcessGroup, folder: str = "", **options: A
         use_files(group, folder)
         return ""
     try:
-        from ulysses_comm import use_transport
-    except ImportError:
-        missing = "this ulysses_comm has no use_transport"
-        return "" if transport == "collective" else missing
-    try:
         choice = use_transport(group, transport, **options)
-    except (RuntimeError, ValueError, NotImplementedError) as error:
-        return str(error) or type(error).__name__
+    except RuntimeError as error:
+        if choice_on_this_machine().name == transport:
+            raise
+        return str(error)
     return "" if choice.name == transport else f"{choice.name} instead: {choice.reason}"
 
 
