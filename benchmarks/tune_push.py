@@ -105,6 +105,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     state = None if groups.lent is None else state_of(groups.lent)
     if state is None:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in groups.left_out.items())
+        dist.barrier()
+        dist.destroy_process_group()
         raise SystemExit(f"there is no push to cut: {reasons}")
     with torch.no_grad():
         for tokens in options.tokens:

@@ -273,6 +273,8 @@ def main() -> None:
     if options.only != "cases":
         add_faults(table, deadline)
     table.print()
+    if not table.rows:
+        raise SystemExit("nothing was checked: no transport asked for can be used here")
     raise SystemExit(bool(table.failures))
 
 

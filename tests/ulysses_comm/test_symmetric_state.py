@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import time
 from datetime import timedelta
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 
 from ulysses_comm.symmetric import pull
 from ulysses_comm.symmetric.capture import capture_of
-from ulysses_comm.symmetric.memory import Block
+from ulysses_comm.symmetric.memory import Block, TorchMemory
 from ulysses_comm.symmetric.pool import Pool, Slot, fitting, size_class
 from ulysses_comm.symmetric.pull import PullWork
 from ulysses_comm.symmetric.report import Report
@@ -224,3 +226,22 @@ def test_inputs_on_another_gpu_are_refused_on_the_rank_at_fault() -> None:
     state.device = torch.device("meta", 0)
     with pytest.raises(ValueError, match="are on meta: expected meta:0"):
         state.serves([torch.ones(1, device="meta")])
+
+
+@pytest.mark.parametrize(("rank", "size"), [(0, 2), (1, 2), (0, 3)])
+def test_a_group_that_torch_takes_for_another_is_refused(rank: int, size: int) -> None:
+    tensor = torch.zeros(64, dtype=torch.uint8)
+    found = SimpleNamespace(rank=rank, world_size=size, get_buffer=lambda *_: tensor)
+    group = SimpleNamespace(rank=lambda: 0, size=lambda: 2, group_name="0")
+    torch_memory = TorchMemory(group, torch.device("cpu"))  # type: ignore[arg-type]
+    with (
+        mock.patch.object(torch.cuda, "device", return_value=contextlib.nullcontext()),
+        mock.patch("torch._C._distributed_c10d._SymmetricMemory") as allocator,
+        mock.patch("torch.distributed._symmetric_memory.rendezvous", return_value=found),
+    ):
+        allocator.empty_strided_p2p.return_value = tensor
+        if (rank, size) == (0, 2):
+            assert torch_memory.allocate(64).peers == (tensor, tensor)
+            return
+        with pytest.raises(RuntimeError, match=f"one of {size} ranks in which this is rank {rank}"):
+            torch_memory.allocate(64)

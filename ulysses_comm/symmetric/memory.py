@@ -39,13 +39,15 @@ class TorchMemory:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         # The name, not the group: what is kept for a group must not keep it alive.
-        self._name, self._device, self._rank = group.group_name, device, group.rank()
+        self._name, self._device = group.group_name, device
+        self._rank, self._size = group.rank(), group.size()
 
     def allocate(self, nbytes: int) -> Block:
         """Allocate and map the peers' pieces; the first use of a group takes tens of milliseconds.
 
         Raises:
-            RuntimeError: If memory runs out, or torch puts the tensor where peers do not look.
+            RuntimeError: If memory runs out, torch puts the tensor where peers do not look, or it
+                knows another group of this name.
         """
         from torch._C._distributed_c10d import _SymmetricMemory
         from torch.distributed import _symmetric_memory as symmetric
@@ -57,6 +59,15 @@ class TorchMemory:
             if handle is None:
                 raise RuntimeError(
                     f"torch made no symmetric memory of {nbytes} bytes: rendezvous gave nothing."
+                )
+            if (handle.rank, handle.world_size) != (self._rank, self._size):
+                # It keeps groups by name, and names come again after destroy_process_group.
+                raise RuntimeError(
+                    f"torch's symmetric memory takes group {self._name!r} for one of "
+                    f"{handle.world_size} ranks in which this is rank {handle.rank}: expected "
+                    f"{self._size} ranks and rank {self._rank}. A group of that name was destroyed "
+                    "before in this process; start new processes, or use the transport "
+                    "'collective'."
                 )
             peers = tuple(
                 handle.get_buffer(peer, (nbytes,), torch.uint8) for peer in range(handle.world_size)
