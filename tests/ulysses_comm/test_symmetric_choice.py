@@ -20,6 +20,7 @@ from tests.ulysses_comm.symmetric_ranks import FileMemory, folder_of, run_interp
 from ulysses_comm import bootstrap, doctor
 from ulysses_comm.symmetric import ability, choice
 from ulysses_comm.symmetric.ability import Ability, obstacles_between
+from ulysses_comm.symmetric.ask import ask_all
 from ulysses_comm.symmetric.state import GroupState
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
@@ -151,6 +152,53 @@ def test_the_environment_decides_for_every_group(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("ULYSSES_COMM_TRANSPORT", "fast")
     with pytest.raises(ValueError, match=r"ULYSSES_COMM_TRANSPORT in the environment .*'fast'"):
         uc.use_transport(uc.LONE_RANK)
+
+
+def test_a_rank_that_says_nothing_is_named_in_time() -> None:
+    store = dist.HashStore()
+    group: Any = mock.Mock()
+    group.get_group_store.return_value = store
+    group.rank.return_value, group.size.return_value = 0, 3
+    store.set("ulysses_comm/transport/1/1", '"here"')
+    with pytest.raises(RuntimeError, match=r"rank 0 waited 0.05 s for rank 2 to agree .* alike"):
+        ask_all(group, "here", patience=timedelta(seconds=0.05))
+
+
+def test_a_variable_for_the_collective_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ULYSSES_COMM_TRANSPORT", "collective")
+
+    def step(group: Any) -> str:
+        if group.rank() == 0:
+            assert choice.state_of(group) is None
+        return uc.explain_transport(group)
+
+    with (
+        mock.patch.object(choice, "serves_cuda", return_value=True),
+        mock.patch.object(choice, "ask_all", side_effect=AssertionError("nobody to ask")),
+    ):
+        told = uc.simulate(2, step).results
+    assert told[0] == "collective: ULYSSES_COMM_TRANSPORT in the environment asked for it"
+    assert told[1].startswith("collective, by ULYSSES_COMM_TRANSPORT")
+
+
+def test_ranks_may_come_as_late_as_to_the_groups_collectives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits: list[timedelta] = []
+
+    def ask(group: Any, answer: Any, *, patience: timedelta) -> list[Any]:
+        waits.append(patience)
+        raise RuntimeError("alone")
+
+    monkeypatch.setattr(choice, "serves_cuda", lambda group: True)
+    monkeypatch.setattr(choice, "device_of", lambda group: torch.device("cpu"))
+    monkeypatch.setattr(choice, "examine_rank", lambda device: able(0))
+    monkeypatch.setattr(choice, "ask_all", ask)
+    for timeout in (timedelta(minutes=30), timedelta(seconds=5)):
+        monkeypatch.setattr(choice, "timeout_of", lambda group, device, timeout=timeout: timeout)
+        with pytest.raises(RuntimeError, match="alone"):
+            choice._choose(mock.Mock(), "auto", "the caller", 4, None)
+    assert waits == [timedelta(minutes=30), timedelta(seconds=120)]
 
 
 def chooses(group: dist.ProcessGroup, folder: str) -> dict[str, Any]:

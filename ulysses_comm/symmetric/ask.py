@@ -12,7 +12,7 @@ import torch.distributed as dist
 _PREFIX = "ulysses_comm/transport"
 
 PATIENCE = timedelta(seconds=120)
-"""How long ranks wait for one another while they agree; setting up a GPU takes some of it."""
+"""How long ranks wait for one another at least; setting up a GPU takes some of it."""
 
 
 def ask_all(group: dist.ProcessGroup, answer: Any, *, patience: timedelta = PATIENCE) -> list[Any]:
@@ -40,7 +40,8 @@ def ask_all(group: dist.ProcessGroup, answer: Any, *, patience: timedelta = PATI
         except RuntimeError as error:
             raise RuntimeError(
                 f"rank {rank} waited {patience.total_seconds():g} s for rank {other} to agree on a "
-                "transport: expected every rank of the group to call use_transport, or to make its "
-                "first exchange of a size. Look for that rank's own error."
+                "transport: expected every rank of the group to call use_transport; or, where "
+                "ULYSSES_COMM_TRANSPORT is set, which has to be alike on all ranks, to make its "
+                "first exchange. Look for that rank's own error."
             ) from error
     return answers

@@ -23,7 +23,7 @@ from ulysses_comm.symmetric.ability import (
     serves_cuda,
     timeout_of,
 )
-from ulysses_comm.symmetric.ask import ask_all
+from ulysses_comm.symmetric.ask import PATIENCE, ask_all
 from ulysses_comm.symmetric.memory import TorchMemory
 from ulysses_comm.symmetric.state import GroupState
 
@@ -127,7 +127,10 @@ def state_of(group: dist.ProcessGroup) -> GroupState | None:
         chosen = _UNASKED
         if os.environ.get(TRANSPORT_VARIABLE):
             name, source = _wish("collective")
-            chosen = _choose(group, name, source, DEFAULT_SLOTS, None)
+            if name == "collective":  # as without it: nothing to wait for at a first exchange
+                chosen = _Chosen(TransportChoice(name, f"{source} asked for it"))
+            else:
+                chosen = _choose(group, name, source, DEFAULT_SLOTS, None)
         _CHOSEN[group] = chosen
     return chosen.state
 
@@ -202,10 +205,13 @@ def _choose(
     before = _CHOSEN.get(group)
     if before is not None and before.state is not None:
         before.state.settle()  # its memory may go, and every rank's launches are over by then
-    seconds = (timeout or timeout_of(group, device)).total_seconds()
+    own_timeout = timeout_of(group, device)
+    patience = max(PATIENCE, own_timeout)  # a rank may come as late as to the group's collectives
+    seconds = (timeout or own_timeout).total_seconds()
     # Ranks that want the collective say so too: the others would wait for them.
     wish_of_rank = [name, slots, seconds] if name != "collective" else [name, None, None]
-    answers = ask_all(group, {"wish": wish_of_rank, "ability": _examined(device).to_json()})
+    answer_of_rank = {"wish": wish_of_rank, "ability": _examined(device).to_json()}
+    answers = ask_all(group, answer_of_rank, patience=patience)
     _check_same_wish([answer["wish"] for answer in answers])
     if name == "collective":
         return _Chosen(asked)
