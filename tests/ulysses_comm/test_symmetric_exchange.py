@@ -77,6 +77,7 @@ def exchanges(group: dist.ProcessGroup, splits: tuple[int, ...]) -> dict[str, An
     few = bits((tokens, 2, 8), bf16, rank, 15)
     own = bits((seqlen, uneven.counts[rank], 8), bf16, rank, 16)
     few_back = torch.randn(seqlen, shared.counts[rank], 8).to(bf16)
+    lazy = torch.randn(tokens, world, 4, dtype=torch.complex64)
 
     def heads(*inputs: torch.Tensor, **options: Any) -> Any:
         return lambda: uc.scatter_heads_gather_seqlen(list(inputs), splits, group, **options)
@@ -118,6 +119,10 @@ def exchanges(group: dist.ProcessGroup, splits: tuple[int, ...]) -> dict[str, An
         ],
         "flat each kept": each(out, lse, keep_dtypes=True),
         "flat each promoted": each(out, lse[:, :, :1].expand(-1, -1, 8)),
+        "conjugated": heads(lazy.conj()),
+        "conjugated, started": started(lazy.conj()),
+        "negated": heads(lazy.conj().imag),
+        "expanded": heads(q[:, :1].expand(-1, world, -1)),
         "nine": heads(*[q] * 9),
     }
 
@@ -125,7 +130,7 @@ def exchanges(group: dist.ProcessGroup, splits: tuple[int, ...]) -> dict[str, An
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_both_transports_give_the_same_bits(world_size: int, tmp_path: Path) -> None:
     counts = run_interpreted(exchanges_both_ways, world_size, folder_of(tmp_path))
-    assert set(counts) == {46}
+    assert set(counts) == {54}
 
 
 def lends_and_copies(group: dist.ProcessGroup, folder: str) -> None:
