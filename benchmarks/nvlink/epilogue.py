@@ -14,6 +14,7 @@ from benchmarks.harness import Candidate, expect_bits
 from benchmarks.nvlink.groups import Groups
 from benchmarks.nvlink.ways import Shape
 from magi2.ops.attention_heads import (
+    HeadTile,
     send_buffer_views,
     store_heads_at_triton,
     store_heads_triton,
@@ -52,7 +53,9 @@ class EpilogueExchange:
         ways = {"ours stored, then NCCL in place": self._then_exchange(self.groups.nccl)}
         if self.groups.lent is not None:
             ways["ours stored, then symmetric push"] = self._then_exchange(self.groups.lent)
-            ways["ours symmetric, stored to peers"] = self._to_peers(self.groups.lent)
+            ways["ours symmetric, stored to peers"] = self._to_peers(self.groups.lent, HeadTile())
+            few = HeadTile(heads=4)
+            ways["ours symmetric, 4 heads a program"] = self._to_peers(self.groups.lent, few)
         found = [Candidate(name, run, self._check, self._stale(run)) for name, run in ways.items()]
         alone = Candidate(STORE, self._store, expect_bits(self.stored), self._stale(self._store))
         return [alone, *found]
@@ -69,7 +72,9 @@ class EpilogueExchange:
 
         return run
 
-    def _to_peers(self, group: dist.ProcessGroup) -> Callable[[], Sequence[torch.Tensor]]:
+    def _to_peers(
+        self, group: dist.ProcessGroup, tile: HeadTile
+    ) -> Callable[[], Sequence[torch.Tensor]]:
         shape, device = self.shape, self.groups.device
         counts = [shape.heads] * 3
 
@@ -77,7 +82,7 @@ class EpilogueExchange:
             target = open_head_scatter(
                 counts, shape.head_dim, shape.dtype, self.splits, group, device=device
             )
-            store_heads_at_triton(*self.arguments, target.addresses)
+            store_heads_at_triton(*self.arguments, target.addresses, tile)
             return target.finish()
 
         return run
