@@ -2,7 +2,7 @@
 
     python benchmarks/bench_layer.py --device cuda                # all variants; about five minutes
     python benchmarks/bench_layer.py --device cuda --seconds 150  # what fits
-    python benchmarks/bench_layer.py --device cuda --only eager --profile
+    python benchmarks/bench_layer.py --device cuda --only static --profile
 
 A mixture layer and a dense layer of the released widths run as rank 0 of 8 would: 3702 of 29616
 tokens, 3 of 24 attention heads over all tokens, 3 of 12 heads of the mixture over the 14808 tokens
@@ -61,19 +61,16 @@ class Variant:
     options: Options = field(default_factory=Options)
 
 
-# Kernels by name, since "auto" takes none before they are measured.
-_BASE = Options(moe_backend="triton", attention_backend="cudnn")
-_KERNELS = replace(_BASE, qkv_backend="triton", mhc_backend="triton")
+# Everything but the attention by torch: its plain form takes 158 ms and hides the rest.
+_TORCH = Options(moe_backend="torch", qkv_backend="torch", mhc_backend="torch")
 VARIANTS = (
-    Variant("eager"),
     Variant("static", "static"),
     Variant("dynamic", "dynamic"),
-    Variant("eager, kernels", "off", _KERNELS),
-    Variant("static, kernels", "static", _KERNELS),
-    Variant("dynamic, kernels", "dynamic", _KERNELS),
-    Variant("static, experts and attention", "static", _BASE),
-    Variant("static, and qkv kernels", "static", replace(_BASE, qkv_backend="triton")),
-    Variant("static, and mHC kernels", "static", replace(_BASE, mhc_backend="triton")),
+    Variant("eager"),
+    Variant("static, torch", "static", _TORCH),
+    Variant("eager, torch", "off", _TORCH),
+    Variant("static, mHC by torch", "static", Options(mhc_backend="torch")),
+    Variant("static, work on heads by torch", "static", Options(qkv_backend="torch")),
 )
 
 
@@ -249,12 +246,12 @@ def run_variant(
             once()
             taken.append(bench.watch.read())
         if profile is not None:
-            write_profile(once, profile / f"{kind} {variant.name}.txt".replace(" ", "-"))
+            write_profile(once, f"{kind}, {variant.name}", profile)
         yield kind, {name: statistics.median(t[name] for t in taken) for name in taken[0]}, result
 
 
-def write_profile(run: Callable[[], Any], path: Path) -> None:
-    """Kernels of one layer, the longest first."""
+def write_profile(run: Callable[[], Any], title: str, path: Path) -> None:
+    """Append the kernels of one layer, the longest first."""
     from torch.profiler import profile
 
     with profile() as profiler:
@@ -263,7 +260,8 @@ def write_profile(run: Callable[[], Any], path: Path) -> None:
             torch.cuda.synchronize()
     by = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
     table = profiler.key_averages().table(sort_by=by, row_limit=40, max_name_column_width=90)
-    path.write_text(table, encoding="utf-8")
+    with path.open("a", encoding="utf-8") as file:
+        file.write(f"{title}\n{table}\n")
 
 
 def tables(bench: Bench, times: dict[str, dict[str, dict[str, float]]]) -> None:
@@ -310,7 +308,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=harness.RESULTS, help="folder for the results")
     parser.add_argument("--rounds", type=int, default=20, help="timed runs of each layer")
     parser.add_argument("--only", default="", help="words that the names of variants must have")
-    parser.add_argument("--profile", action="store_true", help="write tables of kernels, too")
+    parser.add_argument("--profile", action="store_true", help="write a table of kernels, too")
     parser.add_argument(
         "--seconds", type=float, default=420.0, help="after which no further variant is begun"
     )
@@ -321,6 +319,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     bench = Bench(config, (14601, 15015) if released else (37, 43), device)
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / f"layer-{harness.device_name(device)}.jsonl"
+    profile = path.with_suffix(".txt")
     times: dict[str, dict[str, dict[str, float]]] = {}
     expected: dict[str, torch.Tensor] = {}
     failed, end = [], time.monotonic() + options.seconds
@@ -333,7 +332,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             # Each in its own attempt: what the others measured is worth having.
             try:
                 for kind, parts, result in run_variant(
-                    bench, variant, options.rounds, options.out if options.profile else None
+                    bench, variant, options.rounds, profile if options.profile else None
                 ):
                     first = expected.setdefault(kind, result).float()
                     errors = (result.float() - first).norm(dim=(1, 2)) / first.norm(dim=(1, 2))

@@ -32,9 +32,10 @@ import torch.distributed as dist
 
 from benchmarks import harness
 from benchmarks.harness import Candidate
+from benchmarks.nvlink.epilogue import EpilogueExchange
 from benchmarks.nvlink.groups import PATIENCE, Groups, note_flashinfer
 from benchmarks.nvlink.overlap import ATTENTION, Overlap, hidden_shares
-from benchmarks.nvlink.rows import NvlinkRow, markdown, table_of_row
+from benchmarks.nvlink.rows import EPILOGUE, NvlinkRow, markdown, table_of_row
 from benchmarks.nvlink.timing import (
     Timed,
     as_graph,
@@ -51,7 +52,7 @@ from benchmarks.nvlink.ways import (
 from benchmarks.processes import failure_of, run_script_on_ranks
 from ulysses_comm import head_exchange_bytes
 
-PARTS = ("exchange", "graph", "overlap")
+PARTS = ("exchange", "graph", "overlap", "epilogue")
 TOKENS = {"cuda": (3702, 16384), "cpu": (64,)}
 RETRIES = 3  # worlds of one case, after candidates that ended their processes
 CHECKED = "every rank's result equals what one process cuts out of all ranks' inputs, bit by bit"
@@ -184,8 +185,12 @@ def _rows_of(
         )
         return times, left_out
 
-    if part == "graph" and groups.device.type != "cuda":
+    if part in ("graph", "epilogue") and groups.device.type != "cuda":
         return []
+    if part == "epilogue":
+        epilogue = EpilogueExchange(shape, groups)
+        times, left_out = timed([*epilogue.candidates(), floor_of(epilogue)], options.seconds)
+        return [_epilogue_row(epilogue, times, left_out)]
     if part == "overlap":
         times, left_out = timed(Overlap(shape, groups).candidates(), options.seconds)
         return [_overlap_row(shape, groups, times, left_out)]
@@ -220,6 +225,22 @@ def _exchange_row(
     )
 
 
+def _epilogue_row(
+    exchange: EpilogueExchange, times: dict[str, Timed], left_out: dict[str, str]
+) -> NvlinkRow:
+    shape, groups = exchange.shape, exchange.groups
+    return _row(
+        f"{EPILOGUE} of q, k, v, {shape.tokens} tokens a rank, W {groups.size}",
+        shape,
+        groups,
+        times,
+        left_out,
+        floor=FLOOR if FLOOR in times else None,
+        nbytes=shape.remote_bytes(exchange.inputs, groups.size),
+        checked="every result equals that of the send buffer exchanged by NCCL, bit by bit",
+    )
+
+
 def _overlap_row(
     shape: Shape, groups: Groups, times: dict[str, Timed], left_out: dict[str, str]
 ) -> NvlinkRow:
@@ -246,6 +267,7 @@ def _row(
     nbytes: int,
     predicted_us: float | None = None,
     hidden: dict[str, float] | None = None,
+    checked: str = CHECKED,
 ) -> NvlinkRow:
     others = {name: timed.us for name, timed in times.items() if name != floor}
     # What the ratios are about: the symmetric transport, or ours over NCCL where there is none.
@@ -262,7 +284,7 @@ def _row(
         floor_us=times[floor].us if floor else None,
         floor=floor or "none: it is left out",
         baselines=others,
-        checked=CHECKED,
+        checked=checked,
         versions=_versions(groups.device),
         bytes=nbytes,
         rounds=min((timed.rounds for timed in times.values()), default=0),

@@ -18,7 +18,7 @@ from magi2.release import Release
 from magi2.settings import SamplingSettings
 
 # Options that move the same bits in other ways.
-_SAME_BITS = ("qkv_head_shards", "output_head_shards")
+_SAME_BITS = ("qkv_head_shards", "output_head_shards", "qkv_to_peers")
 # Those of the model and of the solver.
 _PACKAGES = ("ulysses-comm", "diffusers")
 

@@ -44,6 +44,9 @@ class Options:
             of one send buffer; None for the device's default. The same bits either way.
         output_head_shards: Whether it reads its output as the head shards that were received;
             None for the device's default. The same bits either way.
+        qkv_to_peers: Whether the kernel of `qkv_backend` stores queries, keys and values straight
+            into the ranks' receive buffers, where the sequence's group exchanges through symmetric
+            memory (docs/nvlink.md) and the attention's projections are not compiled. The same bits.
         replicated_expert_exchange: Whether the way to the experts goes over all ranks of the
             sequence where consecutive runs of them each hold all experts; None for the device's
             default. Every row is moved unchanged; its experts meet it beside other rows.
@@ -67,6 +70,7 @@ class Options:
     router_bias: str = "ema"
     qkv_head_shards: bool | None = None
     output_head_shards: bool | None = None
+    qkv_to_peers: bool = True
     replicated_expert_exchange: bool | None = None
     moe_backend: str = "auto"
     attention_backend: str = "auto"
@@ -81,6 +85,8 @@ class Options:
             raise ValueError(f"router_bias={self.router_bias!r}: expected one of {ROUTER_BIASES}.")
         if self.moe_backend not in MOE_BACKENDS:
             raise ValueError(f"moe_backend={self.moe_backend!r}: expected one of {MOE_BACKENDS}.")
+        if not isinstance(self.qkv_to_peers, bool):
+            raise ValueError(f"qkv_to_peers={self.qkv_to_peers!r}: expected True or False.")
         check_attention_backend(self.attention_backend)
         check_qkv_backend(self.qkv_backend)
         if self.mhc_backend not in MHC_BACKENDS:

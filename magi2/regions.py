@@ -30,6 +30,7 @@ from magi2.modules.modality import ModalityOrder
 from magi2.modules.moe import MultiHeadMoe
 from magi2.modules.request import RequestPlan
 from magi2.transformer import Magi2Transformer
+from ulysses_comm import HeadScatterTarget
 
 REGIONS = ("adapter-in", "attention-in", "dense-out", "moe-in", "moe-out", "adapter-out")
 
@@ -162,7 +163,7 @@ def velocities(adapter: PostAdapter, x: torch.Tensor, order: ModalityOrder) -> t
 
 def attention_in(
     layer: TransformerLayer, x_TSC: torch.Tensor, plan: RequestPlan
-) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[list[torch.Tensor] | HeadScatterTarget, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Streams to what the attention sends: q, k and v; and gate logits, `post` and `res` maps."""
     attention = layer.attention
     _pin_streams(layer, x_TSC)

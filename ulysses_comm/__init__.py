@@ -26,6 +26,7 @@ from ulysses_comm.head_split import HeadSplit, local_kv_heads, split_query_group
 from ulysses_comm.layout import balanced_split_sizes
 from ulysses_comm.pending import Pending
 from ulysses_comm.per_head import PER_HEAD_ARGUMENTS, HeadIndex, PerHead
+from ulysses_comm.producer import HeadScatterTarget, open_head_scatter
 from ulysses_comm.sequence import (
     SequenceDispatcher,
     gather_sequence,
@@ -52,7 +53,12 @@ from ulysses_comm.simulate import (
     simulate_all_to_all,
     simulate_world,
 )
-from ulysses_comm.symmetric.choice import TransportChoice, explain_transport, use_transport
+from ulysses_comm.symmetric.choice import (
+    TransportChoice,
+    explain_transport,
+    transport_of,
+    use_transport,
+)
 from ulysses_comm.workspace import Workspace
 
 __all__ = [
@@ -65,6 +71,7 @@ __all__ = [
     "DeadlockError",
     "Group",
     "HeadIndex",
+    "HeadScatterTarget",
     "HeadSplit",
     "Link",
     "MismatchError",
@@ -89,6 +96,7 @@ __all__ = [
     "head_exchange_bytes",
     "init_distributed",
     "local_kv_heads",
+    "open_head_scatter",
     "pack_head_shards",
     "pin_head_layout",
     "predict",
@@ -109,5 +117,6 @@ __all__ = [
     "start_scatter_seqlen_gather_heads_each",
     "sum_gradients",
     "sum_losses",
+    "transport_of",
     "use_transport",
 ]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -187,7 +187,15 @@ class OutputExchange:
         return by_rank.transpose(0, 1).flatten(1, 2)
 
 
-def floor_of(exchange: QkvExchange | OutputExchange) -> Candidate:
+class Exchanged(Protocol):
+    """What the floor has to know of a case."""
+
+    inputs: int
+    shape: Shape
+    groups: Groups
+
+
+def floor_of(exchange: Exchanged) -> Candidate:
     """Flat copies of the remote share into the peers' memory, and nothing else: no signal, no own
     share. On a CPU one copy of as many bytes.
     """

@@ -34,13 +34,28 @@ def store_heads_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    ALIGNMENT: tl.constexpr = 0,
 ):
     """Rows of qkv, in modality order, to send [WORLD, num_tokens, heads of a rank, D], packed.
 
     q and k are normed, rotated and rounded once, v is moved. With the sum of a row's squares given,
     all bits are those of the eager form; that sum is added in another order.
+
+    With an ALIGNMENT send is a table of int64 instead, the address for each rank of what would be
+    send[rank], a multiple of so many bytes: memory of other GPUs, perhaps. The grid has one axis
+    then, on which neighbours store for other ranks, so that links and own memory are busy at the
+    same time.
     """
-    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    PARTS: tl.constexpr = (HEADS + HEADS_STEP - 1) // HEADS_STEP
+    KV_PARTS: tl.constexpr = (KV_HEADS + HEADS_STEP - 1) // HEADS_STEP
+    # A program has heads of one kind: queries, keys, then values.
+    if ALIGNMENT:
+        block = tl.program_id(0) // (PARTS + 2 * KV_PARTS)
+        part = tl.program_id(0) % (PARTS + 2 * KV_PARTS)
+    else:
+        block = tl.program_id(0)
+        part = tl.program_id(1)
+    token = block * BLOCK_T + tl.arange(0, BLOCK_T)
     column = tl.arange(0, BLOCK_D)
     live = token < num_tokens
     inside = live[:, None] & (column < D)[None, :]
@@ -63,10 +78,6 @@ def store_heads_kernel(
     LOCAL: tl.constexpr = HEADS // WORLD
     KV_LOCAL: tl.constexpr = KV_HEADS // WORLD
     SLOTS: tl.constexpr = LOCAL + 2 * KV_LOCAL
-    PARTS: tl.constexpr = (HEADS + HEADS_STEP - 1) // HEADS_STEP
-    KV_PARTS: tl.constexpr = (KV_HEADS + HEADS_STEP - 1) // HEADS_STEP
-    # A program has heads of one kind: queries, keys, then values.
-    part = tl.program_id(1)
     queries = part < PARTS
     kind = tl.where(queries, 0, (part - PARTS) // KV_PARTS)  # of the others: 0 keys, 1 values
     start = tl.where(queries, part, (part - PARTS) % KV_PARTS) * HEADS_STEP
@@ -86,9 +97,15 @@ def store_heads_kernel(
             # int64: row * row_stride passes 2**31 at 233 thousand tokens.
             x_row = qkv + row.to(tl.int64)[:, None] * row_stride + (before + head) * D
             x = tl.load(x_row + column[None, :], mask=inside, other=0.0)
-            row_of_rank = (head // local).to(tl.int64) * num_tokens + token
-            place = row_of_rank[:, None] * SLOTS + (first_slot + head % local)
-            target = send + place * D + column[None, :]
+            if ALIGNMENT:
+                base = tl.load(send + head // local).to(tl.pointer_type(qkv.dtype.element_ty))
+                base = tl.multiple_of(base, ALIGNMENT)
+                place = token.to(tl.int64)[:, None] * SLOTS + (first_slot + head % local)
+                target = base + place * D + column[None, :]
+            else:
+                row_of_rank = (head // local).to(tl.int64) * num_tokens + token
+                place = row_of_rank[:, None] * SLOTS + (first_slot + head % local)
+                target = send + place * D + column[None, :]
             if kind == 1:
                 tl.store(target, x, mask=inside)
             else:
@@ -100,7 +117,7 @@ def store_heads_kernel(
                 y = wide * scale * (1.0 + weight)
                 pair_y = widen(pair, INTERPRETED) * scale * (1.0 + pair_weight)
                 y = tl.where(turns[None, :], y * cos + pair_y * sin, y)
-                tl.store(target, narrow(y, send.dtype.element_ty, INTERPRETED), mask=inside)
+                tl.store(target, narrow(y, qkv.dtype.element_ty, INTERPRETED), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

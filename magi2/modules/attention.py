@@ -16,11 +16,11 @@ from magi2.config import Magi2Config
 from magi2.modules.linear import NORM_EPS, GroupedLinear, GroupedNorm
 from magi2.modules.request import RequestPlan
 from magi2.ops.attention_backends import attend_with_sinks, choose_attention
-from magi2.ops.attention_heads import rotated_heads_torch
+from magi2.ops.attention_heads import rotated_heads_torch, store_heads_at_triton
 from magi2.ops.head_backend import choose_heads, gate_heads, store_heads
 from magi2.options import Options, head_shards_by_default
 from magi2.topology import Topology, usable_group_sizes
-from ulysses_comm import pack_head_shards, pin_head_layout
+from ulysses_comm import HeadScatterTarget, pack_head_shards, pin_head_layout
 
 
 class Attention(nn.Module):
@@ -58,6 +58,7 @@ class Attention(nn.Module):
             self.world_size > 1 and (by_default if asked is None else asked)
             for asked in (options.qkv_head_shards, options.output_head_shards)
         )
+        self.qkv_to_peers = options.qkv_to_peers
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.head_dim = config.head_dim
         self.softcap = config.attention_softcap
@@ -88,7 +89,7 @@ class Attention(nn.Module):
 
     def project(
         self, u_TC: torch.Tensor, plan: RequestPlan
-    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+    ) -> tuple[list[torch.Tensor] | HeadScatterTarget, torch.Tensor]:
         """Queries, keys and values of this rank's tokens, ready to be sent, and gate logits.
 
         The norms of q and k and their rotation are float32: one rounding, at the end.
@@ -99,7 +100,8 @@ class Attention(nn.Module):
 
         Returns:
             Rotated q and k, and v, in packed order and the activation dtype, each (T, heads, D) or
-            the head shards (T, W, heads / W, D) of one send buffer; and (T, H), in modality order.
+            the head shards (T, W, heads / W, D) of one send buffer, or stored with the ranks that
+            they are for, which ends with the next exchange; and (T, H), in modality order.
         """
         sizes = plan.order.group_sizes
         x = self.pre_norm(u_TC, sizes)
@@ -111,12 +113,23 @@ class Attention(nn.Module):
         arguments = (qkv_TF, q_weight, k_weight, sizes, plan.order.inverse, plan.rotary)
         heads = self.num_heads, self.num_kv_heads
         if choose_heads(self.qkv_backend, "store", qkv_TF, [q_weight, k_weight]).name == "triton":
+            target = self._open_peers(qkv_TF, plan)
+            if target is not None:
+                store_heads_at_triton(*arguments, *heads, NORM_EPS, target.addresses)
+                return target, gate_TH
             # Stored in the send buffer to begin with, whichever layout was asked for.
             return store_heads(*arguments, *heads, NORM_EPS, self.world_size), gate_TH
         qkv_heads = rotated_heads_torch(*arguments, *heads, NORM_EPS)
         if self.qkv_head_shards:
             qkv_heads = pack_head_shards(qkv_heads, self.world_size)
         return qkv_heads, gate_TH
+
+    def _open_peers(self, qkv_TF: torch.Tensor, plan: RequestPlan) -> HeadScatterTarget | None:
+        """The other ranks' memory, where it can be stored to; a compiler knows no addresses."""
+        if not self.qkv_to_peers or torch.compiler.is_compiling():
+            return None
+        counts = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
+        return plan.sequence.open_heads(counts, self.head_dim, qkv_TF)
 
     def attend(
         self, q_NhD: torch.Tensor, k_NgD: torch.Tensor, v_NgD: torch.Tensor, plan: RequestPlan

@@ -11,10 +11,13 @@ from magi2.checks import whole_numbers
 from ulysses_comm import (
     LONE_RANK,
     Group,
+    HeadScatterTarget,
     balanced_split_sizes,
+    open_head_scatter,
     scatter_heads_gather_seqlen,
     scatter_seqlen_gather_head_shards,
     scatter_seqlen_gather_heads,
+    transport_of,
 )
 from ulysses_comm.group import rank_and_world_size, resolve_group
 
@@ -97,15 +100,39 @@ class SequenceDispatcher:
         copies = x.unsqueeze(1).expand(-1, self.world_size, -1)
         return scatter_heads_gather_seqlen([copies], self.split_sizes, self.group)[0].squeeze(1)
 
-    def scatter_heads(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def open_heads(
+        self, head_counts: Sequence[int], head_dim: int, like: torch.Tensor
+    ) -> HeadScatterTarget | None:
+        """Where a kernel stores heads, rather than to tensors that are then exchanged.
+
+        Args:
+            head_counts: Heads of each tensor, of all ranks.
+            head_dim: Channels of a head.
+            like: Of their dtype and device.
+
+        Returns:
+            What `scatter_heads` takes, the group's next exchange; None where the ranks cannot store
+            into one another's memory.
+        """
+        if transport_of(self.group) == "collective":
+            return None
+        sizes, dtype, device = self.split_sizes, like.dtype, like.device
+        return open_head_scatter(head_counts, head_dim, dtype, sizes, self.group, device=device)
+
+    def scatter_heads(
+        self, tensors: Sequence[torch.Tensor] | HeadScatterTarget
+    ) -> list[torch.Tensor]:
         """Local tokens of all heads to all tokens of this rank's heads, in one exchange.
 
         Args:
-            tensors: Each (seqlen_local, heads, head_dim), or head shards of one send buffer.
+            tensors: Each (seqlen_local, heads, head_dim), or head shards of one send buffer; or
+                what `open_heads` returned, with all heads stored.
 
         Returns:
             For each (seqlen, heads / world_size, head_dim).
         """
+        if isinstance(tensors, HeadScatterTarget):
+            return tensors.finish()
         return scatter_heads_gather_seqlen(tensors, self.split_sizes, self.group)
 
     def gather_heads(self, x: torch.Tensor) -> torch.Tensor:

@@ -106,40 +106,105 @@ def store_heads_triton(
         The send buffer, (W, T, (H + 2 G) / W, D): see `send_buffer_views`. v has the bits of the
         plain form. q and k have them but for the order in which squares are added.
     """
-    from magi2.kernels.attention_heads import store_heads_kernel
-
     tokens, features = qkv_TF.shape
     heads = num_heads + 2 * num_kv_heads
-    dim = features // heads
     _check_heads(qkv_TF, heads, num_heads, num_kv_heads, world_size)
-    groups = q_weight.shape[0]
-    send = qkv_TF.new_empty(world_size, tokens, heads // world_size, dim)
-    tile = tile or HeadTile()
-    first_text = group_sizes[0] + group_sizes[1] if groups > 1 else 0
-    if send.numel():
-        parts = -(-num_heads // tile.heads) - 2 * (-num_kv_heads // tile.heads)
-        grid = (-(-tokens // tile.tokens), parts)
-        with on_device(qkv_TF):
-            store_heads_kernel[grid](
-                qkv_TF,
-                send,
-                q_weight.contiguous(),
-                k_weight.contiguous(),
-                inverse,
-                rotary.contiguous(),
-                tokens,
-                group_sizes[0] if groups > 1 else 0,
-                first_text,
-                qkv_TF.stride(0),
-                eps,
-                HEADS=num_heads,
-                KV_HEADS=num_kv_heads,
-                WORLD=world_size,
-                HALF=rotary.shape[1] // 2,
-                GROUPS=groups,
-                **_launch(tile, dim, qkv_TF),
-            )
+    send = qkv_TF.new_empty(world_size, tokens, heads // world_size, features // heads)
+    _store_heads(
+        qkv_TF, q_weight, k_weight, group_sizes, inverse, rotary, num_heads, num_kv_heads, eps,
+        world_size, tile or HeadTile(), send, alignment=0,
+    )  # fmt: skip
     return send
+
+
+def store_heads_at_triton(
+    qkv_TF: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    group_sizes: Sequence[int],
+    inverse: torch.Tensor,
+    rotary: torch.Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    eps: float,
+    addresses_W: torch.Tensor,
+    tile: HeadTile | None = None,
+) -> None:
+    """`store_heads_triton` without a send buffer: each rank's part goes where it is wanted.
+
+    Args:
+        qkv_TF: As there, and so are the others.
+        q_weight: As there.
+        k_weight: As there.
+        group_sizes: As there.
+        inverse: As there.
+        rotary: As there.
+        num_heads: As there.
+        num_kv_heads: As there.
+        eps: As there.
+        addresses_W: int64, on qkv's device: for each rank the address of what would be send[rank],
+            dense, of qkv's dtype, aligned to 16 bytes or else to a head. As those of
+            `ulysses_comm.open_head_scatter`, they may be of other GPUs' memory.
+        tile: As there.
+
+    The bits are those of `store_heads_triton`.
+    """
+    heads, world_size = num_heads + 2 * num_kv_heads, addresses_W.shape[0]
+    _check_heads(qkv_TF, heads, num_heads, num_kv_heads, world_size)
+    head_bytes = qkv_TF.shape[1] // heads * qkv_TF.element_size()
+    # The largest power of two that divides 16 and a head's bytes, and with it every address.
+    alignment = (head_bytes | 16) & -(head_bytes | 16)
+    _store_heads(
+        qkv_TF, q_weight, k_weight, group_sizes, inverse, rotary, num_heads, num_kv_heads, eps,
+        world_size, tile or HeadTile(), addresses_W, alignment=alignment,
+    )  # fmt: skip
+
+
+def _store_heads(
+    qkv_TF: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    group_sizes: Sequence[int],
+    inverse: torch.Tensor,
+    rotary: torch.Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    eps: float,
+    world_size: int,
+    tile: HeadTile,
+    send: torch.Tensor,
+    *,
+    alignment: int,
+) -> None:
+    """Launch the kernel, if there is anything to store."""
+    from magi2.kernels.attention_heads import store_heads_kernel
+
+    tokens, groups = qkv_TF.shape[0], q_weight.shape[0]
+    if not qkv_TF.numel():
+        return
+    parts = -(-num_heads // tile.heads) - 2 * (-num_kv_heads // tile.heads)
+    blocks = -(-tokens // tile.tokens)
+    with on_device(qkv_TF):
+        store_heads_kernel[(blocks * parts,) if alignment else (blocks, parts)](
+            qkv_TF,
+            send,
+            q_weight.contiguous(),
+            k_weight.contiguous(),
+            inverse,
+            rotary.contiguous(),
+            tokens,
+            group_sizes[0] if groups > 1 else 0,
+            group_sizes[0] + group_sizes[1] if groups > 1 else 0,
+            qkv_TF.stride(0),
+            eps,
+            HEADS=num_heads,
+            KV_HEADS=num_kv_heads,
+            WORLD=world_size,
+            HALF=rotary.shape[1] // 2,
+            GROUPS=groups,
+            ALIGNMENT=alignment,
+            **_launch(tile, qkv_TF.shape[1] // (num_heads + 2 * num_kv_heads), qkv_TF),
+        )
 
 
 def send_buffer_views(

@@ -12,6 +12,7 @@ import torch
 from magi2.modules.replicas import ReplicaDispatcher
 from magi2.modules.request import RequestPlan
 from magi2.modules.sequence import SequenceDispatcher
+from ulysses_comm import HeadScatterTarget
 
 # What to enter around an exchange: its name and the bytes that this rank sends to others in it.
 Around = Callable[[str, int], AbstractContextManager[None]]
@@ -72,8 +73,17 @@ class WatchedSequence(SequenceDispatcher):
         with self.around(self.names[2], x.nbytes * (self.world_size - 1)):
             return super().gather(x)
 
-    def scatter_heads(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def open_heads(
+        self, head_counts: Sequence[int], head_dim: int, like: torch.Tensor
+    ) -> HeadScatterTarget | None:
+        """None: what is stored straight to other ranks cannot be timed apart from its kernel."""
+        return None
+
+    def scatter_heads(
+        self, tensors: Sequence[torch.Tensor] | HeadScatterTarget
+    ) -> list[torch.Tensor]:
         """As the base, watched."""
+        assert not isinstance(tensors, HeadScatterTarget)
         nbytes = sum(x.nbytes for x in tensors)
         with self.around(self.names[0], nbytes - nbytes // self.world_size):
             return super().scatter_heads(tensors)

@@ -46,14 +46,14 @@ def test_sizes_are_those_of_the_target():
 
 
 def test_a_layer_is_taken_apart_without_other_ranks(tmp_path):
-    with pytest.raises(SystemExit, match="kernels"):  # Triton serves no CPU
-        bench_layer.main(
-            ["--device", "cpu", "--rounds", "1", "--only", "eager", "--out", str(tmp_path)]
-        )
-    (path,) = tmp_path.iterdir()
-    mixture, dense = (json.loads(line) for line in path.read_text().splitlines())
-    assert dense["layer"] == "dense layer"
-    for record in (mixture, dense):
+    arguments = ["--device", "cpu", "--rounds", "1", "--only", "eager", "--profile"]
+    bench_layer.main([*arguments, "--out", str(tmp_path)])
+    (path,) = tmp_path.glob("*.jsonl")
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [r["variant"] for r in records] == ["eager"] * 2 + ["eager, torch"] * 2
+    assert [r["layer"] for r in records] == ["mixture layer", "dense layer"] * 2
+    assert path.with_suffix(".txt").read_text().count("dense layer, eager") == 2
+    for record in records:
         parts = record["median_us"]
         assert set(record["floor_us"]) == set(parts) - {"whole layer"}
         assert 0 < sum(parts.values()) - parts["whole layer"] <= parts["whole layer"]

@@ -26,6 +26,7 @@ from magi2.ops.attention_heads import (
     gate_heads_triton,
     rotated_heads_torch,
     send_buffer_views,
+    store_heads_at_triton,
     store_heads_triton,
     weigh_heads_triton,
 )
@@ -132,6 +133,30 @@ def heads_have_the_plain_bits_where_the_sum_of_squares_is_exact(device: str) -> 
             stored((whole, *inputs[1:]), 2), rotated_heads_torch(whole, *inputs[1:]), strict=True
         ):
             assert_same_bits(mine.contiguous(), plain)
+
+
+@case
+def heads_are_stored_at_addresses_with_the_same_bits(device: str) -> None:
+    for dtype, (tokens, heads, kv_heads, dim, groups, world_size, tile) in zip(
+        (BF16, BF16, FP32, FP16),
+        (
+            (0, 4, 4, 16, 3, 2, HeadTile()),
+            (13, 8, 4, 24, 3, 4, HeadTile(tokens=4, heads=3)),
+            (9, 6, 2, 20, 1, 2, None),
+            (21, 3, 3, 6, 3, 3, HeadTile(tokens=8, heads=2)),
+        ),
+        strict=True,
+    ):
+        inputs = store_inputs(tokens, heads, kv_heads, dim, groups, dtype, device)
+        send = store_heads_triton(*inputs, world_size, tile)
+        # Memory of their own for each rank, some rows in, and a guard behind.
+        parts = [torch.full((tokens + 5, *send.shape[2:]), 7).to(send) for _ in range(world_size)]
+        places = torch.tensor([part[3:].data_ptr() for part in parts], device=device)
+        store_heads_at_triton(*inputs, places, tile)
+        for part, expected in zip(parts, send, strict=True):
+            assert_same_bits(part[3 : 3 + tokens].contiguous(), expected.contiguous())
+            assert bool((part[:3] == 7).all())
+            assert bool((part[3 + tokens :] == 7).all())
 
 
 @case

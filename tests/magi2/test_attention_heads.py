@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from tests.magi2.head_cases import (
     run_interpreted,
     store_inputs,
 )
+from tests.magi2.test_mhc_kernels import compile_for_hopper
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None,
@@ -87,6 +89,31 @@ def test_kernels_compile_for_a_gpu_without_fused_multiply_add(name):
     assert "fma.rn.f32" in compile_kernel(name, fused=True) or name != "store"
 
 
+@needs_triton
+def test_heads_are_stored_to_peers_sixteen_bytes_at_a_time():
+    plain, direct, narrow = (store_heads_assembly(alignment) for alignment in (0, 16, 8))
+    for assembly in (plain, direct):
+        assert len(re.findall(r"st\.global\.v4\.b32", assembly)) == 2  # v, and q and k
+        assert len(re.findall(r"st\.global", assembly)) == 2
+        assert "fma.rn.f32" not in assembly
+        assert "st.local" not in assembly
+    assert "st.global.v4.b32" not in narrow
+
+
+def store_heads_assembly(alignment: int) -> str:
+    """PTX at production widths, pointers aligned as torch's are."""
+    from magi2.kernels.attention_heads import store_heads_kernel
+
+    types = {"qkv": "*bf16", "send": "*i64" if alignment else "*bf16", "inverse": "*i64"}
+    types |= dict.fromkeys(("q_weight", "k_weight", "rotary"), "*fp32")
+    types |= dict.fromkeys(("num_tokens", "first_audio", "first_text", "row_stride"), "i32")
+    types["eps"] = "fp32"
+    constants = {"HEADS": 24, "KV_HEADS": 24, "WORLD": 2, "D": 128, "HALF": 48, "GROUPS": 3}
+    constants |= {"HEADS_STEP": 8, "BLOCK_T": 8, "BLOCK_D": 128, "INTERPRETED": False}
+    constants |= {"ALIGNMENT": alignment}
+    return compile_for_hopper(store_heads_kernel, types, constants, num_warps=4)
+
+
 def compile_kernel(name: str, *, fused: bool = False) -> str:
     """PTX of a kernel at production widths; needs no GPU."""
     import triton
@@ -97,6 +124,7 @@ def compile_kernel(name: str, *, fused: bool = False) -> str:
     kernel = getattr(attention_heads, f"{name}_heads_kernel")
     constants = {"HEADS": 24, "KV_HEADS": 8, "WORLD": 8, "D": 128, "HALF": 48, "GROUPS": 3}
     constants |= {"LOCAL": 3, "HEADS_STEP": 8, "BLOCK_T": 8, "BLOCK_D": 128, "INTERPRETED": False}
+    constants["ALIGNMENT"] = 0
     types = dict.fromkeys(("qkv", "send", "attended", "out", "received", "gate"), "*bf16")
     types |= dict.fromkeys(("q_weight", "k_weight", "rotary", "lse", "sink_total"), "*fp32")
     types |= dict.fromkeys(("inverse", "permutation"), "*i64") | {"eps": "fp32"}

@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +18,13 @@ import torch
 import torch.distributed as dist
 
 import ulysses_comm as uc
+from magi2.ops.attention_heads import (
+    send_buffer_views,
+    store_heads_at_triton,
+    store_heads_triton,
+)
 from tests.bits import assert_same_bits, random_bits
+from tests.magi2.head_cases import store_inputs
 from ulysses_comm.symmetric import choice
 from ulysses_comm.symmetric.state import GroupState
 
@@ -236,6 +242,75 @@ def gradients(group: dist.ProcessGroup) -> None:
 
 def test_gradients_have_the_bits_of_nccl() -> None:
     run(gradients)
+
+
+# Kernels that store to the slots themselves
+
+
+def produced(group: dist.ProcessGroup, cases: Sequence[Sequence[int]]) -> None:
+    """The attention's kernel, straight to the peers: bits of its send buffer, exchanged by NCCL."""
+    rank, device = group.rank(), state_of(group).device
+    heads, kv_heads, dim = 24, 8, 128
+    for splits in cases:
+        torch.manual_seed(7 + rank)
+        inputs = store_inputs(splits[rank], heads, kv_heads, dim, 3, BF16, device)
+
+        def by_kernel(splits: Any = splits, inputs: Any = inputs) -> list[torch.Tensor]:
+            counts = (heads, kv_heads, kv_heads)
+            target = uc.open_head_scatter(counts, dim, BF16, splits, group, device=device)
+            assert target.is_direct
+            store_heads_at_triton(*inputs, target.addresses)
+            return target.finish()
+
+        def plainly(splits: Any = splits, inputs: Any = inputs) -> list[torch.Tensor]:
+            shards = send_buffer_views(store_heads_triton(*inputs, WORLD), heads, kv_heads)
+            return uc.scatter_heads_gather_seqlen(shards, splits, group)
+
+        pushed, expected = both(group, plainly)
+        compare(pushed, expected, f"pushed, {splits}")
+        del pushed
+        for number in range(6):  # one rank by its kernel, the other by the plain exchange
+            mine = by_kernel() if number == 0 or number % 2 == rank else plainly()
+            compare(mine, expected, f"{number}, {splits}")
+        # The last ones find all slots lent.
+        held = [by_kernel() for _ in range(5)]
+        for results in held:
+            compare(results, expected, f"held, {splits}")
+        del held, mine, results
+
+
+def test_a_kernel_stores_to_the_slots_of_all_ranks() -> None:
+    run(produced, [[300, 211], [0, 64], [64, 0], [1, 1], [3702, 3702]], slots=3)
+
+
+def captured_by_kernel(group: dist.ProcessGroup) -> None:
+    rank, splits = group.rank(), [700, 600]
+    inputs = store_inputs(splits[rank], 8, 8, 128, 1, BF16, "cuda")
+
+    def step() -> list[torch.Tensor]:
+        target = uc.open_head_scatter([8] * 3, 128, BF16, splits, group, device="cuda")
+        store_heads_at_triton(*inputs, target.addresses)
+        return target.finish()
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    for _ in range(4):
+        inputs[0].copy_(torch.randn_like(inputs[0]))
+        graph.replay()
+        torch.cuda.synchronize()
+        replayed = [tensor.clone() for tensor in results]
+        compare(replayed, step(), "replayed")
+
+
+def test_a_captured_kernel_stores_to_the_slots_again() -> None:
+    run(captured_by_kernel)
 
 
 # Lifetimes

@@ -255,7 +255,7 @@ def test_kernels_compile_for_hopper_with_wide_accesses_and_system_scope() -> Non
     from ulysses_comm.kernels import push, signals
 
     def ptx(kernel: Any, constants: dict[str, object], warps: int) -> str:
-        pointers = {"table", "bases", "pads", "pad", "words", "report"}
+        pointers = {"table", "bases", "pads", "pad", "words", "report", "addresses"}
         names = [parameter.name for parameter in kernel.params]
         kinds = {
             name: "constexpr"
@@ -263,7 +263,7 @@ def test_kernels_compile_for_hopper_with_wide_accesses_and_system_scope() -> Non
             else "*i64"
             if name in pointers
             else "i64"
-            if name.startswith("source") or name in ("own", "others", "timeout")
+            if name.startswith("source") or name in ("own", "others", "timeout", "offset")
             else "i32"
             for name in names
         }
@@ -287,4 +287,9 @@ def test_kernels_compile_for_hopper_with_wide_accesses_and_system_scope() -> Non
     assert "sys.acquire" in ptx(signals.begin_kernel, ring, 1)
     assert "sys.acquire" in ptx(signals.await_kernel, ring, 1)
     assert "sys.release" in ptx(signals.packed_kernel, {"WORLD": 2}, 1)
+    alone = {"WORLD": 2, "ON_GPU": True}
+    for kernel in (signals.open_kernel, signals.close_kernel):
+        text = ptx(kernel, alone, 1)
+        assert text.index("atom.global.sys.release.exch.b64") < text.index("ld.global.sys.acquire")
+        assert ".local" not in text
     assert "sys.release" in ptx(signals.done_kernel, {"WORLD": 2, "RING": 2}, 1)

@@ -154,3 +154,45 @@ def done_kernel(pads, words, rank, ring, WORLD: tl.constexpr, RING: tl.constexpr
             pads, (rank + step) % WORLD, (2 + 2 * ring + 1) * WORLD + rank, make_word(use, 0, 0)
         )
     tl.atomic_xchg(words + 2 + RING + ring, use, sem="release", scope="sys")
+
+
+@triton.jit(do_not_specialize=["offset", "rank", "slot", "digest", "timeout"])
+def open_kernel(bases, pads, pad, words, report, addresses, offset, rank, slot, digest, timeout,
+                WORLD: tl.constexpr, ON_GPU: tl.constexpr):  # fmt: skip
+    """Tell the peers where they may write, and write down where this rank may, once they tell.
+
+    One warp, before the kernels that store. `addresses` gets, for each rank, that of its slot plus
+    `offset` bytes. The kernels that follow on the stream store after this one is over, and with it
+    after the peers' words were acquired.
+    """
+    sequence = tl.load(words) + 1
+    word = make_word(sequence, slot, digest)
+    for step in tl.static_range(1, WORLD):
+        announce(pads, (rank + step) % WORLD, rank, word)
+    tl.store(addresses + rank, tl.load(bases + slot * WORLD + rank) + offset)
+    for step in tl.static_range(1, WORLD):
+        peer = (rank + step) % WORLD
+        seen = await_word(pad + peer, sequence, timeout, report, NOT_READY, peer, ON_GPU)
+        check_digest(seen, digest, sequence, report, LAYOUT_DIFFERS, peer, ON_GPU)
+        into = (seen >> 32) & 255
+        tl.store(addresses + peer, tl.load(bases + into * WORLD + peer) + offset)
+
+
+@triton.jit(do_not_specialize=["rank", "slot", "digest", "timeout"])
+def close_kernel(pads, pad, words, report, rank, slot, digest, timeout,
+                 WORLD: tl.constexpr, ON_GPU: tl.constexpr):  # fmt: skip
+    """Tell the peers that this rank's part is there, wait for theirs, and count the exchange.
+
+    One warp, after the kernels that stored. Their end synchronizes with the start of this one (PTX,
+    memory consistency model, API synchronization), and a release is cumulative: whoever acquires
+    the word sees all that came before it in causality order, the stores of those kernels' threads
+    into peers' memory among them. No further fence is needed; the release is one of system scope.
+    """
+    sequence = tl.load(words) + 1
+    word = make_word(sequence, slot, digest)
+    for step in tl.static_range(1, WORLD):
+        announce(pads, (rank + step) % WORLD, WORLD + rank, word)
+    for step in tl.static_range(1, WORLD):
+        peer = (rank + step) % WORLD
+        await_word(pad + WORLD + peer, sequence, timeout, report, NOT_ARRIVED, peer, ON_GPU)
+    tl.store(words, sequence)

@@ -105,6 +105,18 @@ def explain_transport(group: Group) -> str:
     return line if chosen.state is None else f"{line}; {chosen.state.describe()}"
 
 
+def transport_of(group: Group) -> Literal["collective", "symm_mem"]:
+    """Name what carries the exchanges of a group.
+
+    Where only the environment has chosen, the first call for a group may make its ranks agree, as
+    their first exchange would.
+    """
+    process_group = resolve_group(group)
+    if process_group is None or process_group.size() == 1 or state_of(process_group) is None:
+        return "collective"
+    return "symm_mem"
+
+
 def choice_on_this_machine() -> TransportChoice:
     """Return what "auto" would choose for one rank on each GPU that this process sees."""
     count = torch.cuda.device_count()

@@ -37,21 +37,30 @@ def push(
     facts = agreed(exchange)
     if facts.receive_bytes == 0:
         return own()
-    state.check()
+    state.check_turn()
     with state.lock, state.on_device():
-        pool = state.pool(facts.receive_bytes)
-        slot = pool.take(capture_of(state.device)) if lend and state.slots else None
-        place = pool.staging if slot is None else slot
+        pool, place = take_place(state, facts.receive_bytes, lend=lend)
         # Before the launch: a rank that runs out of memory has not taken part then.
-        result = own() if slot is None else None
-        stream = state.enter()
-        if stream is not None:
-            wait_for(stream, place.stream)  # where its last result was lent, and may be read
-            place.stream = stream
+        result = own() if place is pool.staging else None
         _launch(state, exchange, inputs, pool, place, facts.digest)
         received = place.lend(exchange.receive_shape(state.rank), exchange.wire.dtype)
         clear_gaps(received, exchange, state.rank)
         return received if result is None else result.copy_(received)
+
+
+def take_place(state: GroupState, nbytes: int, *, lend: bool) -> tuple[Pool, Slot]:
+    """Return where this rank receives: a slot that may be lent, or the pool's staging slot.
+
+    The current stream has been made to wait for the group's launches, and for the place's last use.
+    """
+    pool = state.pool(nbytes)
+    slot = pool.take(capture_of(state.device)) if lend and state.slots else None
+    place = pool.staging if slot is None else slot
+    stream = state.enter()
+    if stream is not None:
+        wait_for(stream, place.stream)  # where its last result was lent, and may be read
+        place.stream = stream
+    return pool, place
 
 
 def movable(inputs: Sequence[torch.Tensor], wire: Wire) -> list[torch.Tensor]:

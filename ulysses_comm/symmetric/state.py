@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -66,6 +66,10 @@ class GroupState:
         report: What a failed kernel says.
         side: The stream of asynchronous copies; None on the CPU.
         started: Asynchronous exchanges so far, which says whose turn in the ring it is.
+        targets: (world_size,) addresses that an opened exchange's own kernels store to, on the
+            device; those of the exchange that was opened last.
+        opened: How an exchange stands that was opened for kernels of the user's: "open" until it is
+            finished, "dropped" if it never will be, else empty.
         lock: Held while an exchange is launched.
     """
 
@@ -98,12 +102,14 @@ class GroupState:
         self._last: torch.cuda.Stream | None = None
         self.lock = threading.RLock()
         self.started = 0
+        self.opened: Literal["", "open", "dropped"] = ""
         with self.on_device():
             self._block = memory.allocate(8 * self.world_size * (2 + 2 * RING))
             self.pad = self._block.tensor.view(torch.int64)
             self.pad.zero_()
             self.words = torch.zeros(2 + 2 * RING, dtype=torch.int64, device=device)
             self.pads = self.to_device(list(self._block.addresses))
+            self.targets = self.to_device([0] * self.world_size)
             self.side = torch.cuda.Stream(device, priority=-1) if on_gpu else None
             self.tune(DEFAULT_TUNING)
         self.report = Report(self.rank, seconds, pinned=on_gpu)
@@ -163,11 +169,30 @@ class GroupState:
         """Raise what a kernel has written down.
 
         Raises:
-            RuntimeError: If an exchange of this group has failed.
+            RuntimeError: If an exchange of this group has failed, or was opened and never finished.
         """
         text = self.report.text()
         if text:
             raise RuntimeError(text)
+        if self.opened == "dropped":
+            raise RuntimeError(
+                f"Rank {self.rank} dropped a HeadScatterTarget without finish(), so that the other "
+                "ranks wait for data that never comes: expected finish() on every target that was "
+                "opened. The group cannot exchange any more; end the run."
+            )
+
+    def check_turn(self) -> None:
+        """Raise unless an exchange may be launched, as `check` does.
+
+        Raises:
+            RuntimeError: Also if one was opened and is not finished yet.
+        """
+        self.check()
+        if self.opened:
+            raise RuntimeError(
+                "An exchange of this group was opened by open_head_scatter and is not finished: "
+                "expected finish() on its target before the next exchange of the group."
+            )
 
     def on_device(self) -> AbstractContextManager[object]:
         """Make this rank's GPU the current one, on which Triton launches."""
