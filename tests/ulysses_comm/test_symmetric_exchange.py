@@ -6,6 +6,7 @@ Real processes, kernels under Triton's interpreter; see `symmetric_ranks`.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib.util
 import time
 from pathlib import Path
@@ -299,6 +300,20 @@ def memory_runs_out_once(group: dist.ProcessGroup, folder: str) -> None:
     (result,) = uc.scatter_heads_gather_seqlen([q], [2] * world, group)
     whole = torch.cat([bits((2, world, 8), torch.bfloat16, r, 1) for r in range(world)])
     assert_same_bits(result, whole[:, rank : rank + 1])
+    # Likewise where rank 0 stores its rows by itself.
+    if rank == 0:
+        target = uc.open_head_scatter([world], 8, torch.bfloat16, [2] * world, group, device="cpu")
+        for place, address in enumerate(target.addresses.tolist()):
+            rows = q[:, place].contiguous()
+            ctypes.memmove(address, rows.data_ptr(), rows.nbytes)
+        full = mock.patch.object(torch, "empty", side_effect=MemoryError("no room"))
+        with full, pytest.raises(MemoryError, match="no room"):
+            target.finish()
+        (result,) = target.finish()
+    else:
+        (result,) = uc.scatter_heads_gather_seqlen([q], [2] * world, group)
+    assert_same_bits(result, whole[:, rank : rank + 1])
+    assert int(state.words[0]) == 2
 
 
 def forms_differ(group: dist.ProcessGroup, folder: str) -> None:

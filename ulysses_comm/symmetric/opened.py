@@ -67,6 +67,8 @@ class OpenedExchange:
         state = self._state
         state.check()
         with state.lock, state.on_device():
+            # Before the launch: a rank that runs out of memory may call this again.
+            result = own() if self._is_staged else None
             stream = state.enter()
             if stream is not None:
                 self._place.stream = stream
@@ -76,7 +78,7 @@ class OpenedExchange:
                 ON_GPU=state.device.type == "cuda", num_warps=1,
             )  # fmt: skip
             state.opened = ""
-            return own().copy_(self.received) if self._is_staged else self.received
+            return self.received if result is None else result.copy_(self.received)
 
     def abandon(self) -> None:
         """Say that this exchange will not be closed; the group's next one raises."""
