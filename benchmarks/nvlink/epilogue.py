@@ -53,9 +53,9 @@ class EpilogueExchange:
         ways = {"ours stored, then NCCL in place": self._then_exchange(self.groups.nccl)}
         if self.groups.lent is not None:
             ways["ours stored, then symmetric push"] = self._then_exchange(self.groups.lent)
-            ways["ours symmetric, stored to peers"] = self._to_peers(self.groups.lent, HeadTile())
-            few = HeadTile(heads=4)
-            ways["ours symmetric, 4 heads a program"] = self._to_peers(self.groups.lent, few)
+            ways["ours symmetric, stored to peers"] = self._to_peers(self.groups.lent, None)
+            many = HeadTile(heads=8)
+            ways["ours symmetric, 8 heads a program"] = self._to_peers(self.groups.lent, many)
         found = [Candidate(name, run, self._check, self._stale(run)) for name, run in ways.items()]
         alone = Candidate(STORE, self._store, expect_bits(self.stored), self._stale(self._store))
         return [alone, *found]
@@ -73,7 +73,7 @@ class EpilogueExchange:
         return run
 
     def _to_peers(
-        self, group: dist.ProcessGroup, tile: HeadTile
+        self, group: dist.ProcessGroup, tile: HeadTile | None
     ) -> Callable[[], Sequence[torch.Tensor]]:
         shape, device = self.shape, self.groups.device
         counts = [shape.heads] * 3

@@ -34,6 +34,8 @@ class HeadTile:
 
 # Weighing and gating read one rank's heads at a time, of which the model has three on eight ranks.
 _ONE_RANK = HeadTile(heads=3)
+# Over links smaller pieces keep more of them busy.
+_TO_PEERS = HeadTile(heads=4)
 
 
 def rotated_heads_torch(
@@ -156,7 +158,7 @@ def store_heads_at_triton(
     alignment = (head_bytes | 16) & -(head_bytes | 16)
     _store_heads(
         qkv_TF, q_weight, k_weight, group_sizes, inverse, rotary, num_heads, num_kv_heads, eps,
-        world_size, tile or HeadTile(), addresses_W, alignment=alignment,
+        world_size, tile or _TO_PEERS, addresses_W, alignment=alignment,
     )  # fmt: skip
 
 
