@@ -155,6 +155,29 @@ def _activate(pair, inner: gl.constexpr, operand: gl.constexpr, DTYPE: gl.conste
 
 
 @gluon.jit
+def _start_down(
+    pair,
+    total,
+    downs,
+    ready,
+    free,
+    step,
+    inner: gl.constexpr,
+    operand: gl.constexpr,
+    DTYPE: gl.constexpr,
+    SLOTS: gl.constexpr,
+):
+    """Wait for gate and up, free their tiles, activate, and start to add the step's products."""
+    pair = warpgroup_mma_wait(0, deps=[pair])
+    mbarrier.arrive(free.index(step % SLOTS), count=1)
+    mbarrier.arrive(free.index((step + 1) % SLOTS), count=1)
+    hidden = _activate(pair, inner, operand, DTYPE)
+    slot = (step + 2) % SLOTS
+    mbarrier.wait(ready.index(slot), (step + 2) // SLOTS & 1)
+    return warpgroup_mma(hidden, downs.index(slot), total, is_async=True)
+
+
+@gluon.jit
 def _multiply(
     rows,
     both,
@@ -184,27 +207,19 @@ def _multiply(
         if gl.load(slots + block * (2 * HALF) + PART * HALF) < num_routes:
             pair = _start_gates(rows, both, ready, step, wide, SLOTS, PART)
             for _ in range(0, F - INNER, INNER):
-                pair = warpgroup_mma_wait(0, deps=[pair])
-                mbarrier.arrive(free.index(step % SLOTS), count=1)
-                mbarrier.arrive(free.index((step + 1) % SLOTS), count=1)
-                hidden = _activate(pair, inner, operand, x.dtype.element_ty)
-                slot = (step + 2) % SLOTS
-                mbarrier.wait(ready.index(slot), (step + 2) // SLOTS & 1)
-                total = warpgroup_mma(hidden, downs.index(slot), total, is_async=True)
+                total = _start_down(
+                    pair, total, downs, ready, free, step, inner, operand, x.dtype.element_ty, SLOTS
+                )
                 # The next step's products follow these at once.
                 pair = _start_gates(rows, both, ready, step + 3, wide, SLOTS, PART)
                 total = warpgroup_mma_wait(2, deps=[total])
-                mbarrier.arrive(free.index(slot), count=1)
+                mbarrier.arrive(free.index((step + 2) % SLOTS), count=1)
                 step += 3
-            pair = warpgroup_mma_wait(0, deps=[pair])
-            mbarrier.arrive(free.index(step % SLOTS), count=1)
-            mbarrier.arrive(free.index((step + 1) % SLOTS), count=1)
-            hidden = _activate(pair, inner, operand, x.dtype.element_ty)
-            slot = (step + 2) % SLOTS
-            mbarrier.wait(ready.index(slot), (step + 2) // SLOTS & 1)
-            total = warpgroup_mma(hidden, downs.index(slot), total, is_async=True)
+            total = _start_down(
+                pair, total, downs, ready, free, step, inner, operand, x.dtype.element_ty, SLOTS
+            )
             total = warpgroup_mma_wait(0, deps=[total])
-            mbarrier.arrive(free.index(slot), count=1)
+            mbarrier.arrive(free.index((step + 2) % SLOTS), count=1)
             step += 3
         else:
             for _ in range(0, 3 * F, INNER):
