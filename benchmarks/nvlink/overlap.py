@@ -11,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.harness import Candidate, expect_bits
 from benchmarks.nvlink.groups import Groups
+from benchmarks.nvlink.produced import PRODUCE, ProducedExchange
 from benchmarks.nvlink.stored import open_started, store_rows
 from benchmarks.nvlink.ways import QkvExchange, Shape, floor_of
 from ulysses_comm import (
@@ -28,6 +29,9 @@ CHUNKS = (2, 3, 4)
 STORE, BESIDE = "store", f"{ATTENTION}, copies beside it"
 _STORED = "stored"
 
+# What is done before the exchange alone, by the word in the names of those that do it.
+_BEFORE = {_STORED: STORE, "produced": PRODUCE}
+
 
 def attend(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Attention of (S, H, D) tensors, by the kernel that torch chooses (flash or cuDNN)."""
@@ -38,7 +42,16 @@ def attend(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 class Overlap:
     """Attention of one layer and the exchange of another, apart and together."""
 
-    def __init__(self, shape: Shape, groups: Groups) -> None:
+    def __init__(self, shape: Shape, groups: Groups, *, produces: bool | None = None) -> None:
+        """Make the inputs.
+
+        Args:
+            shape: Of the exchange.
+            groups: The ranks.
+            produces: Whether MAGI-2's kernel takes part, which wants a GPU or Triton's interpreter;
+                None for where there is a GPU.
+        """
+        self.produces = groups.device.type == "cuda" if produces is None else produces
         self.exchange = QkvExchange(shape, groups)
         self.groups = groups
         self.gathered = [tensor.clone() for tensor in self.exchange.expected]
@@ -68,6 +81,11 @@ class Overlap:
                 if heads % chunks == 0
             ]
             found += self._stored_ways(name, group)
+        if self.produces:
+            produced = ProducedExchange(
+                self.exchange.shape, self.groups, lambda: attend(self.gathered), right
+            )
+            found += produced.candidates(transports)
         return found
 
     def _apart(self) -> list[Candidate]:
@@ -244,7 +262,7 @@ def hidden_shares(times: dict[str, float]) -> dict[str, float]:
     shares = {}
     for name, together in times.items():
         alone = times.get(f"{EXCHANGE}, {_transport_of(name)}")
-        before = times.get(STORE) if _STORED in name else 0.0
+        before = _time_before(name, times)
         if not alone or before is None or ATTENTION not in times:
             continue
         if not name.startswith((ATTENTION, EXCHANGE)):
@@ -260,18 +278,30 @@ def overlap_notes(times: dict[str, float]) -> dict[str, str]:
     hide at best: what they cost the attention is lost by any overlap.
     """
     notes = {}
-    attention, store = times.get(ATTENTION), times.get(STORE)
+    attention = times.get(ATTENTION)
     for name, together in times.items():
-        waited = times.get(f"{EXCHANGE} {_STORED} and waited for, {_transport_of(name)}")
-        if name.startswith((ATTENTION, EXCHANGE)) or _STORED not in name:
+        word, before = _word_of(name), _time_before(name, times)
+        waited = times.get(f"{EXCHANGE} {word} and waited for, {_transport_of(name)}")
+        if not word or name.startswith((ATTENTION, EXCHANGE)):
             continue
-        if waited and attention and store is not None and waited > store:
-            share = (attention + waited - together) / (waited - store)
+        if waited and attention and before is not None and waited > before:
+            share = (attention + waited - together) / (waited - before)
             notes[name] = f"{share:.0%} of it without a pack"
     exchange = times.get(f"{EXCHANGE}, symmetric") or times.get(f"{EXCHANGE}, NCCL")
     if exchange and attention and BESIDE in times:
         notes[BESIDE] = f"at most {1 - (times[BESIDE] - attention) / exchange:.0%}"
     return notes
+
+
+def _word_of(name: str) -> str:
+    """Return the word that says what is done before the exchange; empty if nothing is."""
+    return next((word for word in _BEFORE if word in name), "")
+
+
+def _time_before(name: str, times: dict[str, float]) -> float | None:
+    """Return what is to be taken off a candidate's time; None if it was not measured."""
+    word = _word_of(name)
+    return times.get(_BEFORE[word]) if word else 0.0
 
 
 def _transport_of(name: str) -> str:

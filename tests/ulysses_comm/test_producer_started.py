@@ -220,15 +220,11 @@ def is_dropped(group: dist.ProcessGroup, folder: str) -> None:
 
 
 def in_turn(group: dist.ProcessGroup, folder: str) -> None:
-    own = (memory_runs_out, is_called_wrongly, buffers_are_read_first, is_dropped)
-    for number, attempt in enumerate(
-        (
-            gives_the_started_bits,
-            meets_the_other_forms,
-            several_are_open,
-            *(own if group.size() == 2 else ()),
-        )
-    ):
+    attempts = [gives_the_started_bits, meets_the_other_forms]
+    if group.size() == 2:
+        attempts += [several_are_open, memory_runs_out, is_called_wrongly]
+        attempts += [buffers_are_read_first, is_dropped]
+    for number, attempt in enumerate(attempts):
         place = Path(folder) / str(number)
         place.mkdir(exist_ok=True)
         choice._CHOSEN.pop(group, None)
