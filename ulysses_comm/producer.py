@@ -4,6 +4,14 @@
     my_kernel[grid](..., target.addresses, target.row_elements)
     q, k, v = target.finish()
 
+or, to compute something else while the rows travel,
+
+    target = open_head_scatter(..., device=device, started=True)
+    my_kernel[grid](..., target.addresses, target.row_elements)
+    pending = target.start()
+    ...
+    q, k, v = pending.wait()
+
 Token t, head h of an input goes to rank r = h // heads_per_rank, at element
 t * row_elements + (first_slot + h % heads_per_rank) * head_dim after addresses[r], where first_slot
 counts the heads per rank of the inputs before it.
@@ -18,13 +26,18 @@ import torch
 
 from ulysses_comm.agreement import Validate, agree
 from ulysses_comm.checks import HeadScatter
-from ulysses_comm.exchange import scatter_heads_gather_seqlen
+from ulysses_comm.exchange import (
+    scatter_heads_gather_seqlen,
+    start_scatter_heads_gather_seqlen,
+)
 from ulysses_comm.group import Group, rank_and_world_size, resolve_group
 from ulysses_comm.layout import check_split_sizes, whole_number
 from ulysses_comm.memory import empty_buffer
+from ulysses_comm.pending import Pending
 from ulysses_comm.symmetric.choice import state_of, way_of
 from ulysses_comm.symmetric.moves import Exchange, agreed
 from ulysses_comm.symmetric.opened import OpenedExchange
+from ulysses_comm.symmetric.opened_pull import OpenedPull
 from ulysses_comm.symmetric.state import GroupState
 from ulysses_comm.wire import Wire, even_split, plan_wire
 
@@ -37,45 +50,53 @@ class HeadScatterTarget:
     Attributes:
         addresses: (world_size,) int64 on the device: where this rank's rows for each rank begin.
             They are there for what follows `open_head_scatter` on its stream, until the group's
-            next target is opened. A row is dense: all heads of one token that one rank gets.
+            next target is opened, or, with `started`, as long as the tensor is. A row is dense:
+            all heads of one token that one rank gets.
         tokens: Rows for each rank: tokens of this rank.
         row_elements: Elements of a row, and from one row to the next.
         nbytes: Bytes of all rows of this rank.
-        is_direct: Whether the addresses lie in the ranks' receive slots, not in a send buffer.
+        is_direct: Whether the addresses lie where the exchange has the rows without a copy: in the
+            ranks' receive slots, or, with `started`, in memory that the other ranks read. Else they
+            lie in a send buffer for the collective.
     """
 
     def __init__(
         self,
         addresses: torch.Tensor,
         own: torch.Tensor,
-        finish: Callable[[], Results],
+        finish: Callable[[], Results] | None,
         abandon: Callable[[], None] | None,
+        *,
+        start: Callable[[], Pending[Results]] | None = None,
     ) -> None:
         """Made by `open_head_scatter`.
 
         Args:
             addresses: As the attribute.
             own: This rank's rows for itself, (tokens, heads, head_dim).
-            finish: Returns the results.
+            finish: Returns the results; None for a target that is started.
             abandon: Called if the target is dropped before; None where that does no harm.
+            start: Starts the exchange; None for a target that is finished.
         """
         self.addresses = addresses
         self.tokens, self.row_elements = own.shape[0], own.shape[1] * own.shape[2]
         self.nbytes = own.nbytes * addresses.shape[0]
         self.is_direct = abandon is not None
         self._own: torch.Tensor | None = own
-        self._finish: Callable[[], Results] | None = finish
+        self._finish, self._start = finish, start
         self._abandon = abandon
+        # The one call that it takes, and the other, which it refuses.
+        self._call, self._other = ("start()", "finish()") if start else ("finish()", "start()")
 
     @property
     def own(self) -> torch.Tensor:
         """The rows for this rank itself, (tokens, heads of this rank of all inputs, head_dim).
 
         Raises:
-            RuntimeError: If the exchange is finished: the memory may be another's by now.
+            RuntimeError: If the exchange is finished or started: the memory may be another's.
         """
         if self._own is None:
-            raise RuntimeError("finish() was called: use the tensors that it returned.")
+            raise RuntimeError(f"{self._call} was called: use the tensors of its result.")
         return self._own
 
     def finish(self) -> Results:
@@ -85,13 +106,46 @@ class HeadScatterTarget:
         rank calls it, or the plain exchange.
 
         Raises:
-            RuntimeError: If it was called before, or the exchange has failed.
+            RuntimeError: If it was called before, the target was opened with `started`, or the
+                exchange has failed.
         """
         if self._finish is None:
-            raise RuntimeError("finish() was called before: expected one call for each target.")
+            raise self._refusal("finish()")
         results = self._finish()
-        self._finish = self._own = self._abandon = None
+        self._close()
         return results
+
+    def start(self) -> Pending[Results]:
+        """Start the exchange, as `start_scatter_heads_gather_seqlen` does.
+
+        Called once, on the stream that the rows were stored on, or one that waits for it; every
+        rank calls it, or `start_scatter_heads_gather_seqlen`. Targets are started in the order in
+        which they were opened.
+
+        Returns:
+            The exchange under way. `wait()` makes the current stream wait, and returns the results.
+
+        Raises:
+            RuntimeError: If it was called before, another target that was opened before is not
+                started yet, this one was opened without `started`, or the exchange has failed.
+        """
+        if self._start is None:
+            raise self._refusal("start()")
+        pending = self._start()
+        self._close()
+        return pending
+
+    def _refusal(self, call: str) -> RuntimeError:
+        if call == self._call:
+            return RuntimeError(f"{call} was called before: expected one call for each target.")
+        how = "without started=True" if self._call == "finish()" else "with started=True"
+        return RuntimeError(
+            f"{call} on a target that open_head_scatter opened {how}: expected {self._call}, or a "
+            "target opened the other way."
+        )
+
+    def _close(self) -> None:
+        self._finish = self._start = self._own = self._abandon = None
 
     def __del__(self) -> None:
         # To finish here would send what nobody has stored.
@@ -107,6 +161,7 @@ def open_head_scatter(
     group: Group,
     *,
     device: torch.device | str,
+    started: bool = False,
     validate: Validate = False,
 ) -> HeadScatterTarget:
     """Open a `scatter_heads_gather_seqlen` whose data a kernel of the caller's stores by itself.
@@ -118,20 +173,25 @@ def open_head_scatter(
         split_sizes: Tokens each rank owns, in rank order; zero is allowed.
         group: As in `scatter_heads_gather_seqlen`.
         device: Of the kernel.
+        started: Open a `start_scatter_heads_gather_seqlen` instead, which `start()` starts.
         validate: As in `scatter_heads_gather_seqlen`.
 
     Returns:
-        Where to store, and `finish()`, which has to be called before the group's next exchange. A
-        rank may take part by the plain form while others open a target.
+        Where to store, and `finish()`, which has to be called before the group's next exchange; or
+        `start()`, before the group's next `start_...`, while other exchanges may go on. A rank may
+        take part by the plain form, or the `start_...` form, while others open a target.
 
     Raises:
         ValueError: For bad input, on the rank at fault, before anything is sent.
         RuntimeError: Inside torch.compile; if another target of the group is open or was dropped.
+            With `started`, two may be open and not started.
         RankDisagreementError: If validate is on and the ranks disagree or one is missing.
 
     Over symmetric memory the addresses are the ranks' receive slots: nothing is packed, nor copied
-    after, and opening waits until all peers have begun. Otherwise they lie in a send buffer, which
-    `finish()` sends in place. Not differentiable.
+    after, and opening waits until all peers have begun. With `started` they are a send buffer that
+    the peers' copy engines read, and the receive buffer for this rank's own rows: nothing is packed
+    either, and opening waits, in the order of the stream, until the buffer's last use has been read
+    by all. Otherwise they lie in a send buffer, which is sent in place. Not differentiable.
     """
     if torch.compiler.is_compiling():
         raise RuntimeError(
@@ -143,7 +203,7 @@ def open_head_scatter(
     counts, sizes, place = tuple(head_counts), tuple(split_sizes), _indexed(torch.device(device))
 
     def way(checked: HeadScatter) -> str | None:  # that of the plain form, which it meets
-        return way_of(process_group, checked.inputs, async_op=False) if process_group else None
+        return way_of(process_group, checked.inputs, async_op=started) if process_group else None
 
     checked = agree(
         lambda: _check(counts, head_dim, dtype, sizes, world_size, place),
@@ -157,8 +217,8 @@ def open_head_scatter(
     if process_group is not None and world_size > 1 and agreed(exchange).receive_bytes:
         state = state_of(process_group)
         if state is not None and state.serves(checked.inputs):
-            return _open_slots(state, exchange)
-    return _open_send_buffer(wire, exchange.split_sizes, rank, group, place)
+            return _open_pull(state, exchange) if started else _open_slots(state, exchange)
+    return _open_send_buffer(wire, exchange.split_sizes, rank, group, place, started=started)
 
 
 def _open_slots(state: GroupState, exchange: Exchange) -> HeadScatterTarget:
@@ -175,8 +235,31 @@ def _open_slots(state: GroupState, exchange: Exchange) -> HeadScatterTarget:
     )
 
 
+def _open_pull(state: GroupState, exchange: Exchange) -> HeadScatterTarget:
+    opened = OpenedPull(state, exchange)
+    rank, sizes, wire = state.rank, exchange.split_sizes, exchange.wire
+
+    def start() -> Pending[Results]:
+        work = opened.start()
+
+        def wait() -> Results:
+            work.wait()
+            return wire.gathered(opened.received, rank)
+
+        return Pending(wait)
+
+    rows = opened.received.narrow(0, sum(sizes[:rank]), sizes[rank])
+    return HeadScatterTarget(opened.addresses, rows, None, opened.abandon, start=start)
+
+
 def _open_send_buffer(
-    wire: Wire, split_sizes: tuple[int, ...], rank: int, group: Group, device: torch.device
+    wire: Wire,
+    split_sizes: tuple[int, ...],
+    rank: int,
+    group: Group,
+    device: torch.device,
+    *,
+    started: bool,
 ) -> HeadScatterTarget:
     world_size, tokens = len(split_sizes), split_sizes[rank]
     send = empty_buffer(wire.scattered_shape(tokens), wire.dtype, device)
@@ -188,6 +271,12 @@ def _open_send_buffer(
         if step
         else torch.full((world_size,), base, dtype=torch.int64, device=device)
     )
+    if started:
+
+        def start() -> Pending[Results]:
+            return start_scatter_heads_gather_seqlen(shards, split_sizes, group)
+
+        return HeadScatterTarget(addresses, send[rank], None, None, start=start)
     return HeadScatterTarget(
         addresses,
         send[rank],

@@ -56,8 +56,8 @@ class EpilogueExchange:
             ways["ours symmetric, stored to peers"] = self._to_peers(self.groups.lent, None)
             many = HeadTile(heads=8)
             ways["ours symmetric, 8 heads a program"] = self._to_peers(self.groups.lent, many)
-        found = [Candidate(name, run, self._check, self._stale(run)) for name, run in ways.items()]
-        alone = Candidate(STORE, self._store, expect_bits(self.stored), self._stale(self._store))
+        found = [Candidate(name, run, self.check, self.stale(run)) for name, run in ways.items()]
+        alone = Candidate(STORE, self._store, expect_bits(self.stored), self.stale(self._store))
         return [alone, *found]
 
     def _store(self) -> torch.Tensor:
@@ -87,11 +87,11 @@ class EpilogueExchange:
 
         return run
 
-    def _check(self, results: Sequence[torch.Tensor]) -> None:
+    def check(self, results: Sequence[torch.Tensor]) -> None:
         for result, want in zip(results, self.expected, strict=True):
             expect_bits(want)(result)
 
-    def _stale(self, run: Callable[[], object]) -> Callable[[], None]:
+    def stale(self, run: Callable[[], object]) -> Callable[[], None]:
         """Run with other inputs first, so that a buffer left from before is no right answer."""
 
         def prepare() -> None:

@@ -11,11 +11,26 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.harness import Candidate, expect_bits
 from benchmarks.nvlink.groups import Groups
-from benchmarks.nvlink.ways import QkvExchange, Shape
-from ulysses_comm import Workspace, scatter_heads_gather_seqlen, start_scatter_heads_gather_seqlen
+from benchmarks.nvlink.produced import PRODUCE, ProducedExchange
+from benchmarks.nvlink.stored import open_started, store_rows
+from benchmarks.nvlink.ways import QkvExchange, Shape, floor_of
+from ulysses_comm import (
+    Pending,
+    Workspace,
+    scatter_heads_gather_seqlen,
+    start_scatter_heads_gather_seqlen,
+)
 
 ATTENTION, EXCHANGE = "attention", "exchange"
 CHUNKS = (2, 3, 4)
+
+# q, k and v copied to where an exchange wants them, in place of the kernel that makes them; and
+# attention while copy engines bring as many bytes to the peers, without kernels or signals.
+STORE, BESIDE = "store", f"{ATTENTION}, copies beside it"
+_STORED = "stored"
+
+# What is done before the exchange alone, by the word in the names of those that do it.
+_BEFORE = {_STORED: STORE, "produced": PRODUCE}
 
 
 def attend(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -27,7 +42,16 @@ def attend(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 class Overlap:
     """Attention of one layer and the exchange of another, apart and together."""
 
-    def __init__(self, shape: Shape, groups: Groups) -> None:
+    def __init__(self, shape: Shape, groups: Groups, *, produces: bool | None = None) -> None:
+        """Make the inputs.
+
+        Args:
+            shape: Of the exchange.
+            groups: The ranks.
+            produces: Whether MAGI-2's kernel takes part, which wants a GPU or Triton's interpreter;
+                None for where there is a GPU.
+        """
+        self.produces = groups.device.type == "cuda" if produces is None else produces
         self.exchange = QkvExchange(shape, groups)
         self.groups = groups
         self.gathered = [tensor.clone() for tensor in self.exchange.expected]
@@ -36,7 +60,7 @@ class Overlap:
     def candidates(self) -> list[Candidate]:
         """Attention alone; for each transport the exchange alone, both started, and in chunks."""
         right = _near(self.output)
-        found = [Candidate(ATTENTION, lambda: attend(self.gathered), right)]
+        found = [Candidate(ATTENTION, lambda: attend(self.gathered), right), *self._apart()]
         transports = {"NCCL": self.groups.nccl, "symmetric": self.groups.lent}
         for name, group in transports.items():
             if group is None:
@@ -56,7 +80,127 @@ class Overlap:
                 for chunks in CHUNKS
                 if heads % chunks == 0
             ]
+            found += self._stored_ways(name, group)
+        if self.produces:
+            produced = ProducedExchange(
+                self.exchange.shape, self.groups, lambda: attend(self.gathered), right
+            )
+            found += produced.candidates(transports)
         return found
+
+    def _apart(self) -> list[Candidate]:
+        """What an overlap is made of: storing alone, and copies beside the attention."""
+        shards = self._shards()
+        send = torch.empty_like(self.exchange.send)
+        step = send[0].nbytes
+        addresses = torch.tensor(
+            [send.data_ptr() + rank * step for rank in range(self.groups.size)],
+            device=self.groups.device,
+        )
+
+        def store() -> torch.Tensor:
+            store_rows(shards, addresses)
+            return send
+
+        want = torch.cat([tensor.transpose(0, 1) for tensor in shards], dim=2)
+        found = [Candidate(STORE, store, expect_bits(want), lambda: _poison(send))]
+        if self.groups.lent is not None or self.groups.device.type == "cpu":
+            found.append(Candidate(BESIDE, self._beside(), _near(self.output)))
+        return found
+
+    def _beside(self) -> Callable[[], torch.Tensor]:
+        copies = floor_of(self.exchange).run
+        if self.groups.device.type == "cpu":
+
+            def one_by_one() -> torch.Tensor:
+                copies()
+                return attend(self.gathered)
+
+            return one_by_one
+        side = torch.cuda.Stream(priority=-1)
+
+        def run() -> torch.Tensor:
+            current = torch.cuda.current_stream()
+            side.wait_stream(current)
+            with torch.cuda.stream(side):
+                copies()
+            output = attend(self.gathered)
+            current.wait_stream(side)
+            return output
+
+        return run
+
+    def _stored_ways(self, name: str, group: dist.ProcessGroup) -> list[Candidate]:
+        """The exchange started by `start()`, of rows that were stored where it wants them."""
+        waited, ahead = self._stored_and_waited(group), self._stored_ahead(group)
+        found = [
+            Candidate(
+                f"{EXCHANGE} {_STORED} and waited for, {name}",
+                waited,
+                self._check_exchange,
+                self.exchange.stale(waited),
+            ),
+            Candidate(
+                f"{_STORED} ahead, {name}", ahead, self._check_both, self.exchange.stale(ahead)
+            ),
+        ]
+        for chunks in CHUNKS:
+            if self.output.shape[1] % chunks == 0:
+                run = self._stored_in_chunks(group, chunks)
+                found.append(
+                    Candidate(f"{chunks} head chunks {_STORED}, {name}", run, _near(self.output))
+                )
+        return found
+
+    def _stored_and_waited(self, group: dist.ProcessGroup) -> Callable[[], list[torch.Tensor]]:
+        shards, splits = self._shards(), self.exchange.splits
+
+        def run() -> list[torch.Tensor]:
+            target = open_started(shards, splits, group)
+            store_rows(shards, target.addresses)
+            return target.start().wait()
+
+        return run
+
+    def _stored_ahead(self, group: dist.ProcessGroup) -> Callable[[], Any]:
+        shards, splits = self._shards(), self.exchange.splits
+
+        def run() -> tuple[torch.Tensor, list[torch.Tensor]]:
+            target = open_started(shards, splits, group)
+            store_rows(shards, target.addresses)
+            pending = target.start()
+            output = attend(self.gathered)
+            return output, pending.wait()
+
+        return run
+
+    def _stored_in_chunks(
+        self, group: dist.ProcessGroup, chunks: int
+    ) -> Callable[[], torch.Tensor]:
+        """One layer: two chunks are stored and under way before the first one's heads attend."""
+        splits, turns = self.exchange.splits, self._turns(chunks)
+
+        def start(turn: Sequence[torch.Tensor]) -> Pending[list[torch.Tensor]]:
+            target = open_started(turn, splits, group)
+            store_rows(turn, target.addresses)
+            return target.start()
+
+        def run() -> torch.Tensor:
+            outputs, pending = [], [start(turn) for turn in turns[:2]]
+            for number in range(chunks):
+                gathered = pending[number].wait()
+                if number + 2 < chunks:
+                    pending.append(start(turns[number + 2]))
+                outputs.append(attend(gathered))
+            return torch.cat(outputs, dim=1)
+
+        return run
+
+    def _shards(self) -> list[torch.Tensor]:
+        return [tensor.unflatten(1, (self.groups.size, -1)) for tensor in self.exchange.own]
+
+    def _turns(self, chunks: int) -> list[tuple[torch.Tensor, ...]]:
+        return list(zip(*(tensor.chunk(chunks, dim=2) for tensor in self._shards()), strict=True))
 
     def _alone(self, group: dist.ProcessGroup) -> Callable[[], Any]:
         workspace, own, splits = Workspace(), self.exchange.own, self.exchange.splits
@@ -81,9 +225,7 @@ class Overlap:
 
     def _in_chunks(self, group: dist.ProcessGroup, chunks: int) -> Callable[[], torch.Tensor]:
         """One layer: the heads of chunk n + 1 travel while those of chunk n attend."""
-        size, splits, workspace = self.groups.size, self.exchange.splits, Workspace()
-        shards = [tensor.unflatten(1, (size, -1)) for tensor in self.exchange.own]
-        turns = list(zip(*(tensor.chunk(chunks, dim=2) for tensor in shards), strict=True))
+        splits, workspace, turns = self.exchange.splits, Workspace(), self._turns(chunks)
 
         def run() -> torch.Tensor:
             outputs = []
@@ -113,15 +255,61 @@ class Overlap:
 def hidden_shares(times: dict[str, float]) -> dict[str, float]:
     """The share of the exchange that costs nothing, for each candidate that does both.
 
-    The exchange alone is the plain one, not the one that is started and waited for at once.
+    The exchange alone is the plain one, not the one that is started and waited for at once. Where
+    the candidate stores q, k and v itself, the time of storing alone is taken off: whatever makes
+    them stores them somewhere.
     """
     shares = {}
     for name, together in times.items():
-        transport = name.rpartition(", ")[2]
-        alone = times.get(f"{EXCHANGE}, {transport}")
-        if alone and ATTENTION in times and not name.startswith((ATTENTION, EXCHANGE)):
-            shares[name] = round((times[ATTENTION] + alone - together) / alone, 3)
+        alone = times.get(f"{EXCHANGE}, {_transport_of(name)}")
+        before = _time_before(name, times)
+        if not alone or before is None or ATTENTION not in times:
+            continue
+        if not name.startswith((ATTENTION, EXCHANGE)):
+            shares[name] = round((times[ATTENTION] + alone + before - together) / alone, 3)
     return shares
+
+
+def overlap_notes(times: dict[str, float]) -> dict[str, str]:
+    """What else the times tell of candidates, by name.
+
+    Of one that stores ahead, the share that hides of the same exchange waited for at once, which
+    packs nothing either. Of the copies beside the attention, how much of a plain exchange could
+    hide at best: what they cost the attention is lost by any overlap.
+    """
+    notes = {}
+    attention = times.get(ATTENTION)
+    for name, together in times.items():
+        word, before = _word_of(name), _time_before(name, times)
+        waited = times.get(f"{EXCHANGE} {word} and waited for, {_transport_of(name)}")
+        if not word or name.startswith((ATTENTION, EXCHANGE)):
+            continue
+        if waited and attention and before is not None and waited > before:
+            share = (attention + waited - together) / (waited - before)
+            notes[name] = f"{share:.0%} of it without a pack"
+    exchange = times.get(f"{EXCHANGE}, symmetric") or times.get(f"{EXCHANGE}, NCCL")
+    if exchange and attention and BESIDE in times:
+        notes[BESIDE] = f"at most {1 - (times[BESIDE] - attention) / exchange:.0%}"
+    return notes
+
+
+def _word_of(name: str) -> str:
+    """Return the word that says what is done before the exchange; empty if nothing is."""
+    return next((word for word in _BEFORE if word in name), "")
+
+
+def _time_before(name: str, times: dict[str, float]) -> float | None:
+    """Return what is to be taken off a candidate's time; None if it was not measured."""
+    word = _word_of(name)
+    return times.get(_BEFORE[word]) if word else 0.0
+
+
+def _transport_of(name: str) -> str:
+    return name.rpartition(", ")[2]
+
+
+def _poison(send: torch.Tensor) -> None:
+    send.fill_(-77.0)
 
 
 def _near(expected: torch.Tensor) -> Callable[[torch.Tensor], None]:

@@ -24,6 +24,7 @@ class NvlinkRow(Row):
         ours: The candidate that the row's ratios are about.
         predicted_us: What the cost model says of the exchange at data-sheet rates.
         hidden: For each candidate that overlaps, the share of the exchange that costs nothing.
+        notes: What else is to be said of how much hides, by candidate.
         left_out: Why candidates are missing, by name.
     """
 
@@ -32,6 +33,7 @@ class NvlinkRow(Row):
     predicted_us: float | None = None
     hidden: dict[str, float] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
 
 
 def table_of_row(row: NvlinkRow) -> tuple[str, list[str], list[list[str]]]:
@@ -48,7 +50,8 @@ def table_of_row(row: NvlinkRow) -> tuple[str, list[str], list[list[str]]]:
         ratio = f"{us / row.floor_us:.2f}" if row.floor_us else "-"
         last = f"{row.bytes / us / 1e3:.0f}"
         if overlaps:
-            last = f"{row.hidden[name]:.0%}" if name in row.hidden else ""
+            share = [f"{row.hidden[name]:.0%}"] if name in row.hidden else []
+            last = ", ".join(share + ([row.notes[name]] if name in row.notes else []))
         cells.append([name, f"{us:.1f}", f"{low:.1f} to {high:.1f}", ratio, last])
     return title_of(row), header, cells
 

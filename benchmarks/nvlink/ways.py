@@ -81,13 +81,13 @@ class QkvExchange:
         fast = load_fast_ulysses(self.groups) if self.groups.device.type == "cuda" else None
         if fast is not None:
             ways |= _fast_ulysses(fast, [tensor[None] for tensor in self.own], mode=0)
-        return [Candidate(name, run, self._check, self._stale(run)) for name, run in ways.items()]
+        return [Candidate(name, run, self._check, self.stale(run)) for name, run in ways.items()]
 
     def _check(self, results: Sequence[torch.Tensor]) -> None:
         for result, want in zip(results, self.expected, strict=True):
             expect_bits(want)(result)
 
-    def _stale(self, run: Callable[[], Any]) -> Callable[[], None]:
+    def stale(self, run: Callable[[], Any]) -> Callable[[], None]:
         """Run with other inputs first, so that a buffer left from before is no right answer."""
 
         def prepare() -> None:

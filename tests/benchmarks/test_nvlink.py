@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -14,8 +17,9 @@ import torch.distributed as dist
 from benchmarks import bench_magi2_ranks, processes, run_many_gpus, tune_push
 from benchmarks.harness import Candidate
 from benchmarks.nvlink.groups import Groups
-from benchmarks.nvlink.overlap import hidden_shares
+from benchmarks.nvlink.overlap import BESIDE, Overlap, hidden_shares, overlap_notes
 from benchmarks.nvlink.rows import NvlinkRow, markdown, table_of_row
+from benchmarks.nvlink.stored import open_started, store_by_kernel
 from benchmarks.nvlink.timing import keep_right_ones, time_on_all_ranks
 from benchmarks.nvlink.ways import OutputExchange, QkvExchange, Shape, floor_of
 from magi2 import presets
@@ -129,6 +133,112 @@ def test_hidden_share_is_what_both_together_save_of_the_exchange() -> None:
         "started, symmetric": 1.0,  # its exchange alone was left out
     }
     assert hidden_shares(times) == {"started, NCCL": 0.8, "2 head chunks, NCCL": -0.5}
+    assert overlap_notes(times) == {}
+
+
+def test_what_stores_ahead_is_not_charged_for_storing() -> None:
+    times = {
+        "attention": 1000.0,
+        "attention, copies beside it": 1020.0,
+        "store": 150.0,
+        "exchange, symmetric": 200.0,
+        "exchange stored and waited for, symmetric": 400.0,
+        "started, symmetric": 1100.0,
+        "stored ahead, symmetric": 1200.0,
+        "store to a send buffer, no exchange": 50.0,
+        "produced ahead, symmetric": 1200.0,
+        "2 head chunks stored, NCCL": 1.0,  # its exchange alone was left out
+    }
+    hidden = {
+        "started, symmetric": 0.5,
+        "stored ahead, symmetric": 0.75,
+        "produced ahead, symmetric": 0.25,
+    }
+    assert hidden_shares(times) == hidden
+    notes = {"stored ahead, symmetric": "80% of it without a pack", BESIDE: "at most 90%"}
+    assert overlap_notes(times) == notes
+    del times["store"]
+    del hidden["stored ahead, symmetric"]
+    assert hidden_shares(times) == hidden
+    assert list(overlap_notes(times)) == [BESIDE]
+
+
+def overlaps(group: dist.ProcessGroup, folder: str) -> None:
+    """All ways to overlap, on CPU ranks that interpret the kernels; the storing one, too."""
+    use_files(group, folder)
+    groups = Groups(CPU, group, lent=group)
+    shape = Shape(tokens=3, heads=4, head_dim=8, dtype=torch.bfloat16)
+    overlap = Overlap(shape, groups, produces=True)
+    left_out: dict[str, str] = {}
+    right = keep_right_ones(overlap.candidates(), CPU, lambda name: None, left_out)
+    assert left_out == {}
+    exchange = overlap.exchange
+    shards = [tensor.unflatten(1, (groups.size, -1)) for tensor in exchange.own]
+    for turn in (shards, [tensor[:, :, 1:] for tensor in shards]):
+        target = open_started(turn, exchange.splits, group)
+        store_by_kernel(turn, target.addresses)
+        heads = turn[0].shape[2]
+        for result, want in zip(target.start().wait(), exchange.expected, strict=True):
+            assert torch.equal(result, want[:, -heads:])
+    names = [candidate.name for candidate in right]
+    assert names[:3] == ["attention", "store", BESIDE]
+    for transport in ("NCCL", "symmetric"):
+        ways = [name for name in names if name.endswith(f", {transport}")]
+        assert ways == [
+            f"{way}, {transport}"
+            for way in (
+                "exchange",
+                "exchange started and waited for",
+                "started",
+                "2 head chunks",
+                "exchange stored and waited for",
+                "stored ahead",
+                "2 head chunks stored",
+                "exchange produced and waited for",
+                "produced ahead",
+            )
+        ]
+
+
+@pytest.mark.gloo
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+def test_ways_to_overlap_are_right(tmp_path: Path) -> None:
+    # In a process of its own: Triton's sums are interpreted only if it was imported that way.
+    code = (
+        "import sys; from tests.benchmarks.test_nvlink import overlaps; "
+        "from tests.ulysses_comm.symmetric_ranks import run_interpreted; "
+        "run_interpreted(overlaps, 2, sys.argv[1])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, folder_of(tmp_path)],
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+def test_the_storing_kernel_compiles_for_hopper_with_wide_accesses() -> None:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from benchmarks.nvlink.store_kernel import store_rows_kernel
+
+    constants = {"PART": 1536, "ROWS": 4, "PIECE": 2048, "ALIGN": 16}
+    kinds = dict.fromkeys("qkv", "*bf16") | {"addresses": "*i64"}
+    kinds |= dict.fromkeys(("tokens", "row", "step"), "i32") | dict.fromkeys(constants, "constexpr")
+    aligned = {(place,): [["tt.divisibility", 16]] for place in (0, 1, 2, 5, 6)}
+    source = ASTSource(store_rows_kernel, kinds, constants, aligned)
+    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+    text = str(built.asm["ptx"])
+    assert "ld.global.v4.b32" in text
+    assert "st.global.v4.b32" in text
+    assert ".local" not in text
 
 
 def row(**changes: object) -> NvlinkRow:
@@ -152,6 +262,8 @@ def test_tables_hold_ratios_rates_and_targets() -> None:
     title, _, cells = table_of_row(row(hidden={"ours symmetric": 0.85}, predicted_us=None))
     assert "best hidden: ours symmetric, 85% (target 80%)" in title
     assert [line[-1] for line in cells] == ["85%", "", ""]
+    noted = row(hidden={"ours symmetric": 0.85}, notes={"ours symmetric": "90% of it", "NCCL": "x"})
+    assert [line[-1] for line in table_of_row(noted)[2]] == ["85%, 90% of it", "x", ""]
     text = markdown([row(left_out={"fast-ulysses": "not installed"})])
     assert "- left out: fast-ulysses: not installed" in text
     assert "nccl 2.28" in text

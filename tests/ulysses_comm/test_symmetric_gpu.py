@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import ulysses_comm as uc
+from benchmarks.nvlink.stored import open_started, store_rows
 from magi2.ops.attention_heads import (
     send_buffer_views,
     store_heads_at_triton,
@@ -313,6 +314,123 @@ def test_a_captured_kernel_stores_to_the_slots_again() -> None:
     run(captured_by_kernel)
 
 
+def produced_and_started(group: dist.ProcessGroup, cases: Sequence[Sequence[int]]) -> None:
+    """The attention's kernel, to where the peers read: bits of its send buffer, sent by NCCL."""
+    rank, device = group.rank(), state_of(group).device
+    heads, kv_heads, dim = 24, 8, 128
+    for splits in cases:
+        torch.manual_seed(7 + rank)
+        inputs = store_inputs(splits[rank], heads, kv_heads, dim, 3, BF16, device)
+
+        def by_kernel(splits: Any = splits, inputs: Any = inputs) -> Any:
+            counts = (heads, kv_heads, kv_heads)
+            target = uc.open_head_scatter(
+                counts, dim, BF16, splits, group, device=device, started=True
+            )
+            assert target.is_direct
+            store_heads_at_triton(*inputs, target.addresses)
+            return target.start()
+
+        def shards(inputs: Any = inputs) -> Any:
+            return send_buffer_views(store_heads_triton(*inputs, WORLD), heads, kv_heads)
+
+        def plainly(splits: Any = splits, shards: Any = shards) -> Any:
+            return uc.start_scatter_heads_gather_seqlen(shards(), splits, group)
+
+        pulled, expected = both(group, lambda plainly=plainly: plainly().wait())
+        compare(pulled, expected, f"pulled, {splits}")
+        # One rank by its kernel, the other by the plain form; many under way, and others between.
+        handles = [
+            by_kernel() if number % 4 == 0 or number % 2 == rank else plainly()
+            for number in range(8)
+        ]
+        between = uc.scatter_heads_gather_seqlen(shards(), splits, group)
+        compare(between, expected, f"between, {splits}")
+        for number, handle in enumerate(handles):
+            compare(handle.wait(), expected, f"{number}, {splits}")
+        by_kernel()  # nobody waits for it; the next ones do not mind
+        compare(by_kernel().wait(), expected, f"after one that was dropped, {splits}")
+
+
+def test_a_kernel_stores_to_where_the_peers_read() -> None:
+    run(produced_and_started, [[300, 211], [0, 64], [64, 0], [1, 1], [3702, 3702]], slots=3)
+
+
+def open_and_store(
+    group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], splits: Sequence[int]
+) -> uc.HeadScatterTarget:
+    shards = [tensor.unflatten(1, (WORLD, -1)) for tensor in tensors]
+    target = open_started(shards, splits, group)
+    store_rows(shards, target.addresses)
+    return target
+
+
+def stored_again(group: dist.ProcessGroup) -> None:
+    """Buffers are stored to again once all have read them; other data each time, two opened."""
+    rank, splits = group.rank(), [1500, 900]
+    shape = (splits[rank], 16, 128)
+    sent = [[bits(shape, rank, 3 * number + i) for i in range(3)] for number in range(12)]
+    torch.cuda.synchronize()
+    side, targets, handles = torch.cuda.Stream(), [], []
+    for number, tensors in enumerate(sent):
+        # Two streams of the user's, and a rank that is late by turns.
+        with torch.cuda.stream(side if number % 3 == 2 else torch.cuda.current_stream()):
+            if number % 2 == rank:
+                torch.cuda._sleep(2_000_000)
+            targets.append(open_and_store(group, tensors, splits))
+        if len(targets) == 2:
+            torch.cuda.current_stream().wait_stream(side)
+            handles.append(targets.pop(0).start())
+    torch.cuda.current_stream().wait_stream(side)
+    handles.append(targets.pop(0).start())
+    for number, handle in enumerate(handles):
+        for i, result in enumerate(handle.wait()):
+            whole = torch.cat(
+                [bits((size, 16, 128), r, 3 * number + i) for r, size in enumerate(splits)]
+            )
+            want = whole[:, 8 * rank : 8 * rank + 8].contiguous()
+            torch.cuda.synchronize()
+            assert_same_bits(result.contiguous(), want)
+
+
+def test_a_kernel_stores_again_once_all_have_read() -> None:
+    run(stored_again)
+
+
+def captured_and_started(group: dist.ProcessGroup) -> None:
+    """Three targets in one graph: the third waits for the first one's buffer."""
+    rank, splits = group.rank(), [700, 600]
+    static = [bits((splits[rank], 8, 128), rank, i) for i in range(3)]
+
+    def step() -> list[torch.Tensor]:
+        first, second = (open_and_store(group, static, splits) for _ in range(2))
+        handles = [first.start(), second.start(), open_and_store(group, static, splits).start()]
+        return [result for handle in handles for result in handle.wait()]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    for number in range(4):
+        for i, tensor in enumerate(static):
+            tensor.copy_(bits(tuple(tensor.shape), rank, 10 * number + i))
+        graph.replay()
+        torch.cuda.synchronize()
+        replayed = [tensor.clone() for tensor in results]
+        compare(replayed, step(), "replayed")
+        started = uc.start_scatter_heads_gather_seqlen(static, splits, group).wait()
+        compare(replayed, started * 3, "replayed, against the plain form")
+
+
+def test_a_captured_kernel_stores_to_where_the_peers_read_again() -> None:
+    run(captured_and_started)
+
+
 # Lifetimes
 
 
@@ -512,7 +630,18 @@ def loses_a_peer_later(group: dist.ProcessGroup) -> None:
     torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("function", [loses_a_peer, loses_a_peer_later])
+def loses_a_peer_that_reads(group: dist.ProcessGroup) -> None:
+    tensors, splits = [torch.ones(64, 4, 128, device="cuda")] * 3, [64, 64]
+    open_and_store(group, tensors, splits).start().wait()
+    torch.cuda.synchronize()
+    if group.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for _ in range(3):
+        open_and_store(group, tensors, splits).start().wait()
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("function", [loses_a_peer, loses_a_peer_later, loses_a_peer_that_reads])
 def test_a_killed_rank_ends_the_other_in_time(
     function: Callable[..., None], capfd: pytest.CaptureFixture[str]
 ) -> None:

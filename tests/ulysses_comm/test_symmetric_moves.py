@@ -263,7 +263,7 @@ def test_kernels_compile_for_hopper_with_wide_accesses_and_system_scope() -> Non
             else "*i64"
             if name in pointers
             else "i64"
-            if name.startswith("source") or name in ("own", "others", "timeout", "offset")
+            if name.startswith("source") or name in ("own", "others", "timeout", "offset", "base")
             else "i32"
             for name in names
         }
@@ -286,6 +286,10 @@ def test_kernels_compile_for_hopper_with_wide_accesses_and_system_scope() -> Non
     ring = {"WORLD": 2, "RING": 2, "ON_GPU": True}
     assert "sys.acquire" in ptx(signals.begin_kernel, ring, 1)
     assert "sys.acquire" in ptx(signals.await_kernel, ring, 1)
+    begins, opens = (ptx(k, ring, 1) for k in (signals.begin_kernel, signals.open_send_kernel))
+    assert opens.count("ld.global.sys.acquire") == begins.count("ld.global.sys.acquire") > 0
+    assert opens.count("st.global.b64") == begins.count("st.global.b64") + 2  # the addresses
+    assert ".local" not in opens
     assert "sys.release" in ptx(signals.packed_kernel, {"WORLD": 2}, 1)
     alone = {"WORLD": 2, "ON_GPU": True}
     for kernel in (signals.open_kernel, signals.close_kernel):

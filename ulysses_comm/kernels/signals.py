@@ -122,6 +122,20 @@ def begin_kernel(pad, words, report, rank, ring, timeout, WORLD: tl.constexpr,
         await_word(place, begun, timeout, report, NOT_DONE, peer, ON_GPU)
 
 
+@triton.jit(do_not_specialize=["base", "step", "own", "rank", "ring", "timeout"])
+def open_send_kernel(pad, words, report, addresses, base, step, own, rank, ring, timeout,
+                     WORLD: tl.constexpr, RING: tl.constexpr, ON_GPU: tl.constexpr):  # fmt: skip
+    """Wait as `begin_kernel` does, and write down where a kernel of the user's may store.
+
+    One warp, before that kernel. Rank r's rows go `r * step` bytes after `base`, in the send
+    buffer, and this rank's own to `own`, in its receive buffer.
+    """
+    begin_kernel(pad, words, report, rank, ring, timeout, WORLD, RING, ON_GPU)
+    for target in tl.static_range(WORLD):
+        block = tl.cast(base, tl.int64) + target * tl.cast(step, tl.int64)
+        tl.store(addresses + target, tl.where(rank == target, tl.cast(own, tl.int64), block))
+
+
 @triton.jit(do_not_specialize=["rank", "ring", "digest"])
 def packed_kernel(pads, words, rank, ring, digest, WORLD: tl.constexpr):
     """Tell the peers that a send buffer is written; after the pack, in the order of the stream."""

@@ -82,9 +82,20 @@ class OpenedExchange:
 
     def abandon(self) -> None:
         """Say that this exchange will not be closed; the group's next one raises."""
-        self._state.opened = "dropped"
-        _log.error(
-            "ulysses_comm: rank %d dropped a HeadScatterTarget without finish(). The other ranks "
-            "give up once their timeout is over; end the run.",
-            self._state.rank,
-        )
+        note_dropped(self._state, "finish()")
+
+
+def note_dropped(state: GroupState, forgotten: str) -> None:
+    """Say that an opened exchange will never be over; the group's next one raises.
+
+    Args:
+        state: Of the group.
+        forgotten: What should have been called.
+    """
+    state.opened, state.forgotten = "dropped", forgotten
+    _log.error(
+        "ulysses_comm: rank %d dropped a HeadScatterTarget without %s. The other ranks "
+        "give up once their timeout is over; end the run.",
+        state.rank,
+        forgotten,
+    )

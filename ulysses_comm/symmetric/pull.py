@@ -93,7 +93,7 @@ def start_pull(
     facts = agreed(exchange)
     if facts.send_bytes == 0:
         return own(), PullWork(None, None, ())
-    state.check()
+    state.check_start()
     with state.lock, state.on_device():
         blocks = state.send_buffers(facts.send_bytes)
         ring = state.started % RING
@@ -101,14 +101,14 @@ def start_pull(
         state.started += 1
         if state.side is None:
             _pack(state, exchange, ready, receive, blocks[ring], ring)
-            _fetch(state, exchange, receive, blocks[ring], ring)
+            fetch(state, exchange, receive, blocks[ring], ring)
             return receive, PullWork(None, None, ())
         stream = torch.cuda.current_stream(state.device)
         state.side.wait_stream(stream)
         with torch.cuda.stream(state.side):
             _pack(state, exchange, ready, receive, blocks[ring], ring)
-            _fetch(state, exchange, receive, blocks[ring], ring)
-            event = state.side.record_event()
+            fetch(state, exchange, receive, blocks[ring], ring)
+            event = state.note_use(ring)
         # Should the caller drop them before it has waited.
         for tensor in (receive, *ready):
             tensor.record_stream(state.side)
@@ -125,7 +125,7 @@ def _pack(
 ) -> None:
     """Write this rank's send buffer, its own part straight to the receive buffer, and say so."""
     from ulysses_comm.kernels.push import pack_kernel
-    from ulysses_comm.kernels.signals import begin_kernel, packed_kernel
+    from ulysses_comm.kernels.signals import begin_kernel
 
     layouts = [layout_of(tensor) for tensor in ready]
     # Accesses are as wide as the receive buffer allows, too.
@@ -147,12 +147,20 @@ def _pack(
         **shape_constants(state, plan, len(ready)),
         num_warps=state.tuning.warps,
     )
+    tell_packed(state, exchange, ring)
+
+
+def tell_packed(state: GroupState, exchange: Exchange, ring: int) -> None:
+    """Tell the peers that this rank's send buffer is written."""
+    from ulysses_comm.kernels.signals import packed_kernel
+
     packed_kernel[(1,)](
-        state.pads, state.words, state.rank, ring, agreed(exchange).digest, WORLD=world, num_warps=1
-    )
+        state.pads, state.words, state.rank, ring, agreed(exchange).digest,
+        WORLD=state.world_size, num_warps=1,
+    )  # fmt: skip
 
 
-def _fetch(
+def fetch(
     state: GroupState, exchange: Exchange, receive: torch.Tensor, block: Block, ring: int
 ) -> None:
     """Copy every peer's block into its place, and tell them that they may write again."""

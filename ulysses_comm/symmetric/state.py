@@ -49,6 +49,18 @@ class SendBuffers(NamedTuple):
     blocks: list[Block]
 
 
+class Use(NamedTuple):
+    """When a send buffer of the ring was last read out on this rank.
+
+    Attributes:
+        event: Comes after the copies and the words that tell of them.
+        capture: The CUDA graph that was being captured; None if none was.
+    """
+
+    event: torch.cuda.Event
+    capture: int | None
+
+
 class GroupState:
     """Memory, signals and counters of one rank of a group.
 
@@ -65,11 +77,15 @@ class GroupState:
         words: This rank's counters, see `kernels/signals.py`.
         report: What a failed kernel says.
         side: The stream of asynchronous copies; None on the CPU.
-        started: Asynchronous exchanges so far, which says whose turn in the ring it is.
+        started: Asynchronous exchanges so far, opened ones included, which says whose turn in the
+            ring it is.
+        unstarted: Numbers of those that were opened for kernels of the user's and are not started.
+        uses: For each turn in the ring its last use; None before the first and on the CPU.
         targets: (world_size,) addresses that an opened exchange's own kernels store to, on the
             device; those of the exchange that was opened last.
         opened: How an exchange stands that was opened for kernels of the user's: "open" until it is
             finished, "dropped" if it never will be, else empty.
+        forgotten: What should have been called on the target that was dropped.
         lock: Held while an exchange is launched.
     """
 
@@ -102,7 +118,10 @@ class GroupState:
         self._last: torch.cuda.Stream | None = None
         self.lock = threading.RLock()
         self.started = 0
+        self.unstarted: list[int] = []
+        self.uses: list[Use | None] = [None] * RING
         self.opened: Literal["", "open", "dropped"] = ""
+        self.forgotten = "finish()"
         with self.on_device():
             self._block = memory.allocate(8 * self.world_size * (2 + 2 * RING))
             self.pad = self._block.tensor.view(torch.int64)
@@ -176,9 +195,9 @@ class GroupState:
             raise RuntimeError(text)
         if self.opened == "dropped":
             raise RuntimeError(
-                f"Rank {self.rank} dropped a HeadScatterTarget without finish(), so that the other "
-                "ranks wait for data that never comes: expected finish() on every target that was "
-                "opened. The group cannot exchange any more; end the run."
+                f"Rank {self.rank} dropped a HeadScatterTarget without {self.forgotten}, so that "
+                f"the other ranks wait for data that never comes: expected {self.forgotten} on "
+                "every target that was opened. The group cannot exchange any more; end the run."
             )
 
     def check_turn(self) -> None:
@@ -192,6 +211,36 @@ class GroupState:
             raise RuntimeError(
                 "An exchange of this group was opened by open_head_scatter and is not finished: "
                 "expected finish() on its target before the next exchange of the group."
+            )
+
+    def check_start(self) -> None:
+        """Raise unless an asynchronous exchange may be started, as `check` does.
+
+        Raises:
+            RuntimeError: Also if one that was opened before is not started yet. All of them share
+                a stream: behind one that a peer makes later, it would wait for that peer in vain.
+        """
+        self.check()
+        if self.unstarted:
+            raise RuntimeError(
+                f"{len(self.unstarted)} exchange(s) of this group were opened by "
+                "open_head_scatter(started=True) and are not started: expected start() on their "
+                "targets, in the order in which they were opened, before the group's next "
+                "start_... exchange."
+            )
+
+    def check_room(self) -> None:
+        """Raise unless an asynchronous exchange may be opened, as `check` does.
+
+        Raises:
+            RuntimeError: Also if as many are open and not started as there are send buffers.
+        """
+        self.check()
+        if len(self.unstarted) >= RING:
+            raise RuntimeError(
+                f"{RING} targets of open_head_scatter(started=True) are open and not started, and "
+                f"a group has {RING} send buffers: expected start() on the one that was opened "
+                "first before the next is opened."
             )
 
     def on_device(self) -> AbstractContextManager[object]:
@@ -231,6 +280,22 @@ class GroupState:
             ring = SendBuffers(size, [self._memory.allocate(size) for _ in range(RING)])
             self._sends.append(ring)
         return ring.blocks
+
+    def note_use(self, ring: int) -> torch.cuda.Event:
+        """Return an event of the current stream, after which a send buffer has been read out."""
+        event: torch.cuda.Event = torch.cuda.current_stream(self.device).record_event()
+        self.uses[ring] = Use(event, capture_of(self.device))
+        return event
+
+    def await_use(self, ring: int) -> None:
+        """Let the current stream wait until this rank has read out the last use of a send buffer.
+
+        Not for one inside another CUDA graph, which CUDA forbids: starting a capture has
+        synchronised the device, and replays are put in order by the caller.
+        """
+        use = self.uses[ring]
+        if use is not None and use.capture == capture_of(self.device):
+            torch.cuda.current_stream(self.device).wait_event(use.event)
 
     def plan(self, exchange: Exchange, layouts: tuple[Layout, ...], *, pack: bool) -> Plan:
         """Return how inputs of these layouts move."""
