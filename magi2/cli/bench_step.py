@@ -68,7 +68,7 @@ def bench_step(
         str,
         typer.Option(
             help="What runs the attention: auto for what is known faster, torch, cudnn, flash, "
-            "flash_attn, flex, cpu_flash or musa.",
+            "varlen, flash_attn, flex, cpu_flash or musa.",
             rich_help_panel=_RUN,
         ),
     ] = "auto",

@@ -228,7 +228,7 @@ AttentionBackend = Annotated[
     str,
     typer.Option(
         help="What runs the attention: auto for what is known faster, torch, cudnn, flash, "
-        "flash_attn, flex, cpu_flash or musa.",
+        "varlen, flash_attn, flex, cpu_flash or musa.",
         rich_help_panel=_RUN,
     ),
 ]

@@ -3,6 +3,7 @@
     torch       the plain form, exact in float32, which has gradients
     cudnn       cuDNN's attention, as torch calls it
     flash       the FlashAttention that torch brings
+    varlen      torch.nn.attention.varlen, for packed sequences
     flash_attn  the package flash-attn, where it is installed
     flex        FlexAttention, compiled; can cap scores, and on a GPU has gradients
     cpu_flash   torch's blocked attention for CPUs
@@ -34,6 +35,7 @@ ATTENTION_BACKENDS = (
     "torch",
     "cudnn",
     "flash",
+    "varlen",
     "flash_attn",
     "flex",
     "cpu_flash",
@@ -87,6 +89,12 @@ def _missing_flash(q: torch.Tensor) -> str | None:
     return _too_old(q)
 
 
+def _missing_varlen(q: torch.Tensor) -> str | None:
+    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
+        return "this torch has no torch.nn.attention.varlen"
+    return _missing_flash(q)
+
+
 def _too_old(q: torch.Tensor) -> str | None:
     major, minor = torch.cuda.get_device_capability(q.device)
     return None if major >= 8 else f"the GPU has compute capability {major}.{minor}, below 8.0"
@@ -126,6 +134,7 @@ _BACKENDS = {
         run=kernels.attend_cudnn, kinds=("cuda",), missing=_missing_cudnn, head_dims=(128, 8)
     ),
     "flash": _Backend(run=kernels.attend_flash, kinds=("cuda",), missing=_missing_flash),
+    "varlen": _Backend(run=kernels.attend_varlen, kinds=("cuda",), missing=_missing_varlen),
     "flash_attn": _Backend(
         run=kernels.attend_flash_attn,
         kinds=("cuda", "musa"),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -149,6 +150,34 @@ def attend_flash(
         yield Attended(0, packed.num_tokens, out, _heads_last(lse, out))
 
 
+def attend_varlen(
+    q_THD: torch.Tensor,
+    k_TGD: torch.Tensor,
+    v_TGD: torch.Tensor,
+    packed: PackedSequences,
+    softcap: float,
+) -> Iterator[Attended]:
+    """By torch's `varlen_attn`, all sequences in one call."""
+    if packed.num_tokens:
+        module = importlib.import_module("torch.nn.attention.varlen")
+        ends, longest = packed.ends_on(q_THD.device), packed.longest
+        # Older ones take fewer key heads as they are, newer ones want to be told.
+        shared = {"enable_gqa": True} if takes_argument(module.varlen_attn, "enable_gqa") else {}
+        out, lse = module.varlen_attn(
+            q_THD,
+            k_TGD,
+            v_TGD,
+            ends,
+            ends,
+            longest,
+            longest,
+            return_aux=module.AuxRequest(lse=True),
+            scale=q_THD.shape[2] ** -0.5,
+            **shared,
+        )
+        yield Attended(0, packed.num_tokens, out, _heads_last(lse, out))
+
+
 def attend_flash_attn(
     q_THD: torch.Tensor,
     k_TGD: torch.Tensor,
@@ -180,6 +209,12 @@ def musa_operator() -> Callable[..., tuple[Any, ...]] | None:
         torch.ops.aten, "_scaled_dot_product_attention_flash_musa", None
     )
     return found
+
+
+@functools.cache
+def takes_argument(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function has a parameter of this name."""
+    return name in inspect.signature(function).parameters
 
 
 @functools.cache

@@ -196,14 +196,18 @@ def test_says_what_it_takes_and_why_not(monkeypatch):
         choose_attention("fast", q, k, v, -1.0)
     with pytest.raises(ValueError, match="attention_backend='fast': expected one of"):
         Options(attention_backend="fast")
-    for name in ("cudnn", "flash", "flash_attn", "musa"):
+    for name in ("cudnn", "flash", "varlen", "flash_attn", "musa"):
         with pytest.raises(RuntimeError, match=f"'{name}' cannot run: q is on cpu"):
             choose_attention(name, q, k, v, -1.0)
     with pytest.raises(RuntimeError, match="head_dim is 12, and it takes multiples of 16"):
         choose_attention("flex", q, k, v, -1.0)
     monkeypatch.setattr(attention_backends, "_kind_of", lambda tensor: "cuda")
-    assert choose_attention("auto", *received(2, 2, 16, BF16)[:3], -1.0).name == "torch"
-    monkeypatch.setitem(attention_backends._AUTO, "cuda", ("cudnn", "flash"))
+    # Whatever this torch was built with, and whether there is a GPU.
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
+    choice = choose_attention("auto", *received(2, 2, 16, BF16)[:3], -1.0)
+    assert choice.name == "torch"
+    assert "not cudnn: this torch has no cuDNN; not flash: this torch was built" in choice.reason
     for dtype, dim, softcap, reason in (
         (FP32, 16, -1.0, "not cudnn: q, k and v are"),
         (BF16, 12, -1.0, "not cudnn: head_dim is 12"),
@@ -216,7 +220,6 @@ def test_says_what_it_takes_and_why_not(monkeypatch):
 
 def test_auto_takes_the_first_of_its_kernels_that_can(monkeypatch):
     monkeypatch.setattr(attention_backends, "_kind_of", lambda tensor: "cuda")
-    monkeypatch.setitem(attention_backends._AUTO, "cuda", ("cudnn", "flash"))
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -233,7 +236,6 @@ def test_auto_takes_the_first_of_its_kernels_that_can(monkeypatch):
     assert choose_attention("auto", q.detach(), k, v, -1.0).name == "torch"
     monkeypatch.undo()
     monkeypatch.setattr(attention_backends, "_kind_of", lambda tensor: "cuda")
-    monkeypatch.setitem(attention_backends._AUTO, "cuda", ("cudnn", "flash"))
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     choice = choose_attention("auto", q.detach(), k, v, -1.0)
@@ -280,6 +282,25 @@ def varlen(q, k, v, ends, other_ends, longest, other, **options):
     softcap = options.pop("softcap", 0.0)
     out, lse = packed_attention_torch(q, k, v, ends.tolist(), softcap)
     return out, lse.t().contiguous(), None
+
+
+@pytest.mark.parametrize("newer", [False, True])
+def test_varlen_of_torch_gets_all_sequences_at_once(newer, monkeypatch):
+    module = pytest.importorskip("torch.nn.attention.varlen", reason="torch 2.10 brought it")
+
+    def older(*tensors_and_sizes, return_aux, scale):
+        assert return_aux.lse
+        return varlen(*tensors_and_sizes, scale=scale)[:2]
+
+    def told(*tensors_and_sizes, return_aux, scale, enable_gqa=False):
+        assert enable_gqa
+        return older(*tensors_and_sizes, return_aux=return_aux, scale=scale)
+
+    monkeypatch.setattr(module, "varlen_attn", told if newer else older)
+    monkeypatch.setattr(attention_backends, "_kind_of", lambda tensor: "cuda")
+    backend = replace(attention_backends._BACKENDS["varlen"], missing=lambda q: None)
+    monkeypatch.setitem(attention_backends._BACKENDS, "varlen", backend)
+    check("varlen", *received(6, 2, 16, BF16))
 
 
 def test_varlen_kernels_get_all_sequences_at_once(monkeypatch):
@@ -380,7 +401,9 @@ def test_a_single_sink_costs_nothing():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["auto", "torch", "cudnn", "flash", "flash_attn", "flex"])
+@pytest.mark.parametrize(
+    "backend", ["auto", "torch", "cudnn", "flash", "varlen", "flash_attn", "flex"]
+)
 def test_backends_of_a_gpu_match_float64(backend):
     for dtype in (BF16, torch.float16, FP32):
         for heads, kv_heads, dim, ends in (
