@@ -19,6 +19,7 @@ from magi2.ops.attention_heads import (
 )
 from magi2.ops.head_backend import choose_heads
 from magi2.options import Options
+from tests.magi2.compiled_code import compile_for_hopper
 from tests.magi2.head_cases import (
     BF16,
     CASES,
@@ -26,7 +27,6 @@ from tests.magi2.head_cases import (
     run_interpreted,
     store_inputs,
 )
-from tests.magi2.test_mhc_kernels import compile_for_hopper
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None,

@@ -18,6 +18,7 @@ from magi2.ops.sinkhorn import sinkhorn_torch
 from magi2.ops.stream_maps import stream_logits_torch, stream_maps_torch
 from magi2.ops.stream_mix import hyper_connect_torch, mix_streams_torch
 from magi2.ops.stream_tiles import LogitsTile, MapsTile
+from tests.magi2.compiled_code import compile_for_hopper
 from tests.magi2.mhc_cases import (
     BF16,
     CASES,
@@ -128,24 +129,6 @@ def test_launches_on_a_gpu(monkeypatch):
         counts.append(len(names))
     assert counts[0] == 3  # the matrix in parts, the product, the maps
     assert counts[1] >= 40
-
-
-def compile_for_hopper(kernel, types: dict, constants: dict, **options) -> str:
-    """Assembly of a kernel for compute capability 9; needs no GPU."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    names = kernel.arg_names
-    aligned = [n for n, kind in types.items() if kind.startswith("*") or n.endswith("stride")]
-    source = ASTSource(
-        kernel,
-        {name: types.get(name, "constexpr") for name in names},
-        {(names.index(name),): value for name, value in constants.items()},
-        {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-    )
-    options = {"enable_fp_fusion": False, **options}
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
 
 
 @needs_triton

@@ -15,8 +15,8 @@ from magi2.ops.route_build import (
     number_experts,
 )
 from magi2.ops.routing import choose_experts_torch, router_logits_torch
+from tests.magi2.compiled_code import compile_for_hopper
 from tests.magi2.route_cases import CASES, assert_same_choice
-from tests.magi2.test_mhc_kernels import compile_for_hopper
 from tests.magi2.triton_cases import BF16, SIGMOID, run_interpreted
 
 needs_triton = pytest.mark.skipif(
