@@ -18,7 +18,7 @@ from magi2.ops.expert_tiles import (
     ProductTile,
     choose_tiles,
 )
-from magi2.ops.launch import interprets, multiprocessors, on_device
+from magi2.ops.launch import interprets, is_hopper, multiprocessors, on_device
 from magi2.ops.route_build import BlockRoutes
 
 GLUON_VERSIONS = ("3.6",)
@@ -183,7 +183,7 @@ def _run_fused(
 def best_tiles(x_THD: torch.Tensor, inner: int) -> ExpertTiles:
     """The table's tiles for these activations and experts of `inner` channels."""
     hopper = hopper_obstacle(x_THD, inner) is None
-    fused = _is_hopper(x_THD.device) and x_THD.shape[2] <= FUSED_DIM
+    fused = is_hopper(x_THD.device) and x_THD.shape[2] <= FUSED_DIM
     return choose_tiles(x_THD.device.type, x_THD.dtype, hopper=hopper, fused=fused)
 
 
@@ -195,7 +195,7 @@ def hopper_obstacle(x_THD: torch.Tensor, inner: int) -> str | None:
         inner: Channels inside an expert.
     """
     dim = x_THD.shape[2]
-    if not _is_hopper(x_THD.device):
+    if not is_hopper(x_THD.device):
         return f"x is on {x_THD.device}: expected a CUDA device of compute capability 9"
     if x_THD.dtype not in (torch.bfloat16, torch.float16):
         return f"x is {x_THD.dtype}: expected bfloat16 or float16"
@@ -208,10 +208,6 @@ def hopper_obstacle(x_THD: torch.Tensor, inner: int) -> str | None:
     if version not in GLUON_VERSIONS:
         return f"Triton is {version}: expected one of {GLUON_VERSIONS}, whose Gluon was tried"
     return None
-
-
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from magi2.ops.launch import interprets, on_device
+from magi2.ops.launch import interprets, is_hopper, on_device
 
 MAX_EXPERTS = 1024  # of a head: a program holds the scores of a few tokens for all of them
 FORMS = ("fused", "apart")
@@ -42,7 +42,7 @@ class RouterTile:
 
 
 _FUSED = RouterTile(tokens=32)
-# 192 kB of shared memory: Hopper and later.
+# 192 kB of shared memory; tried on Hopper.
 _APART = RouterTile(tokens=128, depth=64, num_warps=8, num_stages=4, form="apart")
 # More experts take the shared memory of several steps.
 _WIDE = RouterTile(tokens=16, depth=16, num_warps=8, num_stages=1)
@@ -151,10 +151,8 @@ def route_tokens_triton(
 def _best_tile(x_THD: torch.Tensor, experts: int) -> RouterTile:
     if experts > 256:
         return _WIDE
-    if x_THD.dtype == torch.bfloat16 and x_THD.device.type == "cuda":
-        major, _ = torch.cuda.get_device_capability(x_THD.device)
-        if major in (9, 10):
-            return _APART
+    if x_THD.dtype == torch.bfloat16 and is_hopper(x_THD.device):
+        return _APART
     return _FUSED
 
 

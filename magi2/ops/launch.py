@@ -25,6 +25,11 @@ def interprets(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
+def is_hopper(device: torch.device) -> bool:
+    """Whether this is a CUDA device of compute capability 9, with its 227 kB of shared memory."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
     """Units of the device that run programs side by side; a few under the interpreter."""
