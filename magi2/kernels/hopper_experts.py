@@ -20,9 +20,9 @@ drift apart, since half-empty blocks take half the time, and more weights are re
 again: 3.5 GB of traffic instead of 2.3 at 347 routes an expert, of which 1.7 are needed.) The
 fetching warp draws the number and passes it on. No result depends on who computed it.
 
-What bounds it where experts have several blocks is the traffic from the cache to the chip, 2 MB of
-weights a block: 4.9 TB/s at that size, 81 % of what the counters take for the cache's peak. Two
-programs that share their fetches would halve it, for which Gluon of Triton 3.6 has no means.
+The busiest unit where experts have several blocks is the L2 cache, which gives each block 2 MB of
+weights: at 81 % of its peak by the counters, the matrix units at 64 %. Two programs that share
+their fetches would halve that, for which Gluon of Triton 3.6 has no means.
 
 Sums are those of the plain fused kernel: ascending tiles in one float32 accumulator.
 """
@@ -63,7 +63,7 @@ def _fetch_weights(
         turns.index(turn & 1).store(gl.full([1], block, gl.int32, one))
         mbarrier.arrive(turn_ready.index(turn & 1), count=1)
         turn += 1
-        # Asked for now and needed only after the weights of this block.
+        # Asked for early: it is needed only after the weights of this block.
         following = gl.num_programs(0) + gl.atomic_add(cursor, 1)
         expert = gl.load(block_expert + block)
         for f in range(0, F, INNER):
