@@ -8,8 +8,13 @@ from __future__ import annotations
 
 import atexit
 import sys
+import time
 
 from mpi4py import MPI
+
+# The launcher passes on what a rank has printed in its own time, and drops what it has not read by
+# the time the job ends: the traceback, on a busy machine.
+_GRACE_SECONDS = 0.5
 
 _installed: list[bool] = []
 _failed: list[object] = []
@@ -34,4 +39,5 @@ def _abort_after_failure() -> None:
         return
     sys.stdout.flush()
     sys.stderr.flush()
+    time.sleep(_GRACE_SECONDS)
     MPI.COMM_WORLD.Abort(1)
