@@ -5,14 +5,15 @@
 
 `function` must be importable (module level). The processes are forked from one server that has
 torch imported already, so that a run costs about a second rather than the import of torch n times.
-No port is used: the ranks meet in a file of a temporary folder. A run that is not over in time is
-killed, and says which ranks were missing. They talk through gloo unless told otherwise; with
-`backend="nccl"` each has the GPU of its number.
+No port is used: the ranks meet in a file of a temporary folder. Ranks that are not over in time say
+where they are, and are killed; the run says which they were. They talk through gloo unless told
+otherwise; with `backend="nccl"` each has the GPU of its number.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import io
 import multiprocessing
 import multiprocessing.connection
@@ -94,6 +95,7 @@ def rank_outcomes(
                     "args": args,
                     "backend": backend,
                     "group_timeout": group_timeout,
+                    "timeout": timeout,
                 },
                 daemon=True,
             )
@@ -165,7 +167,10 @@ def _rank_main(
     args: tuple[Any, ...],
     backend: str,
     group_timeout: timedelta,
+    timeout: float,
 ) -> None:
+    # A rank that is about to be killed for its time says where it is.
+    faulthandler.dump_traceback_later(0.95 * timeout, exit=False)
     os.environ.update(environment)
     torch.set_num_threads(1)
     torch.manual_seed(rank)
