@@ -34,7 +34,7 @@ from benchmarks import harness
 from benchmarks.harness import Candidate
 from benchmarks.nvlink.epilogue import EpilogueExchange
 from benchmarks.nvlink.groups import PATIENCE, Groups, note_flashinfer
-from benchmarks.nvlink.overlap import ATTENTION, Overlap, hidden_shares, overlap_notes
+from benchmarks.nvlink.overlap import ATTENTION, Overlap, paired_shares
 from benchmarks.nvlink.rows import EPILOGUE, NvlinkRow, markdown, table_of_row
 from benchmarks.nvlink.timing import (
     Timed,
@@ -244,7 +244,7 @@ def _epilogue_row(
 def _overlap_row(
     shape: Shape, groups: Groups, times: dict[str, Timed], left_out: dict[str, str]
 ) -> NvlinkRow:
-    us = {name: timed.us for name, timed in times.items()}
+    hidden, notes = paired_shares({name: timed.by_round for name, timed in times.items()})
     return _row(
         f"q, k, v behind attention, {shape.tokens} tokens a rank, W {groups.size}",
         shape,
@@ -253,8 +253,8 @@ def _overlap_row(
         left_out,
         floor=ATTENTION if ATTENTION in times else None,
         nbytes=shape.remote_bytes(3, groups.size),
-        hidden=hidden_shares(us),
-        notes=overlap_notes(us),
+        hidden=hidden,
+        notes=notes,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -74,11 +75,9 @@ class Overlap:
                 ),
                 Candidate(f"started, {name}", self._started(group), self._check_both),
             ]
-            heads = self.output.shape[1]
             found += [
-                Candidate(f"{chunks} head chunks, {name}", self._in_chunks(group, chunks), right)
-                for chunks in CHUNKS
-                if heads % chunks == 0
+                Candidate(f"{chunks}, {name}", self._in_chunks(group, sizes), right)
+                for chunks, sizes in self._chunks().items()
             ]
             found += self._stored_ways(name, group)
         if self.produces:
@@ -144,12 +143,9 @@ class Overlap:
                 f"{_STORED} ahead, {name}", ahead, self._check_both, self.exchange.stale(ahead)
             ),
         ]
-        for chunks in CHUNKS:
-            if self.output.shape[1] % chunks == 0:
-                run = self._stored_in_chunks(group, chunks)
-                found.append(
-                    Candidate(f"{chunks} head chunks {_STORED}, {name}", run, _near(self.output))
-                )
+        for chunks, sizes in self._chunks().items():
+            run = self._stored_in_chunks(group, sizes)
+            found.append(Candidate(f"{chunks} {_STORED}, {name}", run, _near(self.output)))
         return found
 
     def _stored_and_waited(self, group: dist.ProcessGroup) -> Callable[[], list[torch.Tensor]]:
@@ -175,10 +171,10 @@ class Overlap:
         return run
 
     def _stored_in_chunks(
-        self, group: dist.ProcessGroup, chunks: int
+        self, group: dist.ProcessGroup, sizes: Sequence[int]
     ) -> Callable[[], torch.Tensor]:
         """One layer: two chunks are stored and under way before the first one's heads attend."""
-        splits, turns = self.exchange.splits, self._turns(chunks)
+        splits, turns = self.exchange.splits, self._turns(sizes)
 
         def start(turn: Sequence[torch.Tensor]) -> Pending[list[torch.Tensor]]:
             target = open_started(turn, splits, group)
@@ -187,9 +183,9 @@ class Overlap:
 
         def run() -> torch.Tensor:
             outputs, pending = [], [start(turn) for turn in turns[:2]]
-            for number in range(chunks):
+            for number in range(len(turns)):
                 gathered = pending[number].wait()
-                if number + 2 < chunks:
+                if number + 2 < len(turns):
                     pending.append(start(turns[number + 2]))
                 outputs.append(attend(gathered))
             return torch.cat(outputs, dim=1)
@@ -199,8 +195,21 @@ class Overlap:
     def _shards(self) -> list[torch.Tensor]:
         return [tensor.unflatten(1, (self.groups.size, -1)) for tensor in self.exchange.own]
 
-    def _turns(self, chunks: int) -> list[tuple[torch.Tensor, ...]]:
-        return list(zip(*(tensor.chunk(chunks, dim=2) for tensor in self._shards()), strict=True))
+    def _chunks(self) -> dict[str, tuple[int, ...]]:
+        """Ways to cut a rank's heads: evenly, and one head before the others, which hide more."""
+        heads = self.output.shape[1]
+        found = {
+            f"{count} head chunks": (heads // count,) * count
+            for count in CHUNKS
+            if heads % count == 0
+        }
+        if heads > 2:
+            found[f"1 head and then {heads - 1}"] = (1, heads - 1)
+        return found
+
+    def _turns(self, sizes: Sequence[int]) -> list[tuple[torch.Tensor, ...]]:
+        cut = list(sizes)
+        return list(zip(*(tensor.split(cut, dim=2) for tensor in self._shards()), strict=True))
 
     def _alone(self, group: dist.ProcessGroup) -> Callable[[], Any]:
         workspace, own, splits = Workspace(), self.exchange.own, self.exchange.splits
@@ -223,9 +232,11 @@ class Overlap:
 
         return run
 
-    def _in_chunks(self, group: dist.ProcessGroup, chunks: int) -> Callable[[], torch.Tensor]:
+    def _in_chunks(
+        self, group: dist.ProcessGroup, sizes: Sequence[int]
+    ) -> Callable[[], torch.Tensor]:
         """One layer: the heads of chunk n + 1 travel while those of chunk n attend."""
-        splits, workspace, turns = self.exchange.splits, Workspace(), self._turns(chunks)
+        splits, workspace, turns = self.exchange.splits, Workspace(), self._turns(sizes)
 
         def run() -> torch.Tensor:
             outputs = []
@@ -266,18 +277,18 @@ def hidden_shares(times: dict[str, float]) -> dict[str, float]:
         if not alone or before is None or ATTENTION not in times:
             continue
         if not name.startswith((ATTENTION, EXCHANGE)):
-            shares[name] = round((times[ATTENTION] + alone + before - together) / alone, 3)
+            shares[name] = (times[ATTENTION] + alone + before - together) / alone
     return shares
 
 
-def overlap_notes(times: dict[str, float]) -> dict[str, str]:
+def other_shares(times: dict[str, float]) -> dict[str, float]:
     """What else the times tell of candidates, by name.
 
     Of one that stores ahead, the share that hides of the same exchange waited for at once, which
     packs nothing either. Of the copies beside the attention, how much of a plain exchange could
     hide at best: what they cost the attention is lost by any overlap.
     """
-    notes = {}
+    shares = {}
     attention = times.get(ATTENTION)
     for name, together in times.items():
         word, before = _word_of(name), _time_before(name, times)
@@ -285,12 +296,53 @@ def overlap_notes(times: dict[str, float]) -> dict[str, str]:
         if not word or name.startswith((ATTENTION, EXCHANGE)):
             continue
         if waited and attention and before is not None and waited > before:
-            share = (attention + waited - together) / (waited - before)
-            notes[name] = f"{share:.0%} of it without a pack"
+            shares[name] = (attention + waited - together) / (waited - before)
     exchange = times.get(f"{EXCHANGE}, symmetric") or times.get(f"{EXCHANGE}, NCCL")
     if exchange and attention and BESIDE in times:
-        notes[BESIDE] = f"at most {1 - (times[BESIDE] - attention) / exchange:.0%}"
-    return notes
+        shares[BESIDE] = 1 - (times[BESIDE] - attention) / exchange
+    return shares
+
+
+def paired_shares(
+    by_round: dict[str, Sequence[float]],
+) -> tuple[dict[str, float], dict[str, str]]:
+    """Medians of the shares that hide, and what else is to be said, by candidate.
+
+    A share is worked out within each round: between rounds the GPU's clock moves the attention's
+    time by more than an exchange takes.
+
+    Args:
+        by_round: Times of each candidate, round by round.
+    """
+    rounds = [
+        dict(zip(by_round, times, strict=True)) for times in zip(*by_round.values(), strict=True)
+    ]
+    hidden = {name: _quartiles(shares) for name, shares in _each(hidden_shares, rounds).items()}
+    notes = {name: f"{low:.0%} to {high:.0%}" for name, (low, _, high) in hidden.items()}
+    for name, shares in _each(other_shares, rounds).items():
+        low, middle, high = _quartiles(shares)
+        if name == BESIDE:
+            notes[name] = f"at most {middle:.0%}, {low:.0%} to {high:.0%}"
+        else:
+            notes[name] = ", ".join([notes[name], f"{middle:.0%} of it without a pack"])
+    return {name: round(middle, 3) for name, (_, middle, _) in hidden.items()}, notes
+
+
+def _each(
+    function: Callable[[dict[str, float]], dict[str, float]], rounds: Sequence[dict[str, float]]
+) -> dict[str, list[float]]:
+    """The shares of all rounds, by candidate."""
+    found: dict[str, list[float]] = {}
+    for times in rounds:
+        for name, share in function(times).items():
+            found.setdefault(name, []).append(share)
+    return found
+
+
+def _quartiles(shares: Sequence[float]) -> tuple[float, float, float]:
+    many = list(shares) if len(shares) > 1 else list(shares) * 2
+    low, middle, high = statistics.quantiles(many, n=4, method="inclusive")
+    return low, middle, high
 
 
 def _word_of(name: str) -> str:

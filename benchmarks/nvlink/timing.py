@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import statistics
 import time
@@ -22,11 +23,21 @@ Announce = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Timed:
-    """Microseconds of one candidate: the slowest rank's median, and that rank's quartiles."""
+    """Microseconds of one candidate: the slowest rank's median, and that rank's quartiles.
+
+    Attributes:
+        us: The median.
+        quartiles: The first and the third.
+        by_round: What the slowest rank of each round took; rounds of all candidates correspond.
+    """
 
     us: float
     quartiles: tuple[float, float]
-    rounds: int
+    by_round: tuple[float, ...]
+
+    @property
+    def rounds(self) -> int:
+        return len(self.by_round)
 
 
 def keep_right_ones(
@@ -141,10 +152,12 @@ def _slowest(taken: list[float]) -> Timed:
     low, middle, high = (
         statistics.quantiles(taken, n=4, method="inclusive") if len(taken) > 1 else taken * 3
     )
-    own = Timed(round(middle, 2), (round(low, 2), round(high, 2)), len(taken))
+    own = Timed(round(middle, 2), (round(low, 2), round(high, 2)), tuple(taken))
     everyone: list[Timed] = [own] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
-    return max(everyone, key=lambda timed: timed.us)
+    slowest = max(everyone, key=lambda timed: timed.us)
+    by_round = tuple(map(max, zip(*(timed.by_round for timed in everyone), strict=True)))
+    return dataclasses.replace(slowest, by_round=by_round)
 
 
 def as_graph(candidate: Candidate, device: torch.device) -> Candidate:

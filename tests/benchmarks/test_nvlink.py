@@ -17,7 +17,7 @@ import torch.distributed as dist
 from benchmarks import bench_magi2_ranks, processes, run_many_gpus, tune_push
 from benchmarks.harness import Candidate
 from benchmarks.nvlink.groups import Groups
-from benchmarks.nvlink.overlap import BESIDE, Overlap, hidden_shares, overlap_notes
+from benchmarks.nvlink.overlap import BESIDE, Overlap, hidden_shares, other_shares, paired_shares
 from benchmarks.nvlink.rows import NvlinkRow, markdown, table_of_row
 from benchmarks.nvlink.stored import open_started, store_by_kernel
 from benchmarks.nvlink.timing import keep_right_ones, time_on_all_ranks
@@ -133,7 +133,20 @@ def test_hidden_share_is_what_both_together_save_of_the_exchange() -> None:
         "started, symmetric": 1.0,  # its exchange alone was left out
     }
     assert hidden_shares(times) == {"started, NCCL": 0.8, "2 head chunks, NCCL": -0.5}
-    assert overlap_notes(times) == {}
+    assert other_shares(times) == {}
+
+
+def test_shares_are_those_of_a_round_whatever_the_clock_does_between_rounds() -> None:
+    clock, costs = (1000.0, 1400.0, 900.0, 1100.0, 2000.0), (40, 20, 60, 200, 40)
+    by_round = {
+        "attention": clock,
+        "attention, copies beside it": [us + 10 for us in clock],
+        "exchange, symmetric": [200.0] * 5,
+        "started, symmetric": [us + cost for us, cost in zip(clock, costs, strict=True)],
+    }
+    hidden, notes = paired_shares(by_round)
+    assert hidden == {"started, symmetric": 0.8}
+    assert notes == {"started, symmetric": "70% to 80%", BESIDE: "at most 95%, 95% to 95%"}
 
 
 def test_what_stores_ahead_is_not_charged_for_storing() -> None:
@@ -155,19 +168,21 @@ def test_what_stores_ahead_is_not_charged_for_storing() -> None:
         "produced ahead, symmetric": 0.25,
     }
     assert hidden_shares(times) == hidden
-    notes = {"stored ahead, symmetric": "80% of it without a pack", BESIDE: "at most 90%"}
-    assert overlap_notes(times) == notes
+    assert other_shares(times) == {"stored ahead, symmetric": 0.8, BESIDE: 0.9}
+    notes = paired_shares({name: [us] for name, us in times.items()})[1]
+    assert notes["stored ahead, symmetric"] == "75% to 75%, 80% of it without a pack"
+    assert notes[BESIDE] == "at most 90%, 90% to 90%"
     del times["store"]
     del hidden["stored ahead, symmetric"]
     assert hidden_shares(times) == hidden
-    assert list(overlap_notes(times)) == [BESIDE]
+    assert list(other_shares(times)) == [BESIDE]
 
 
 def overlaps(group: dist.ProcessGroup, folder: str) -> None:
     """All ways to overlap, on CPU ranks that interpret the kernels; the storing one, too."""
     use_files(group, folder)
     groups = Groups(CPU, group, lent=group)
-    shape = Shape(tokens=3, heads=4, head_dim=8, dtype=torch.bfloat16)
+    shape = Shape(tokens=3, heads=6, head_dim=8, dtype=torch.bfloat16)
     overlap = Overlap(shape, groups, produces=True)
     left_out: dict[str, str] = {}
     right = keep_right_ones(overlap.candidates(), CPU, lambda name: None, left_out)
@@ -190,10 +205,12 @@ def overlaps(group: dist.ProcessGroup, folder: str) -> None:
                 "exchange",
                 "exchange started and waited for",
                 "started",
-                "2 head chunks",
+                "3 head chunks",
+                "1 head and then 2",
                 "exchange stored and waited for",
                 "stored ahead",
-                "2 head chunks stored",
+                "3 head chunks stored",
+                "1 head and then 2 stored",
                 "exchange produced and waited for",
                 "produced ahead",
             )

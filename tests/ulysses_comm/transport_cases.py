@@ -64,7 +64,6 @@ SPAWNS = 4  # worlds at most, where cases end the processes
 # NCCL's watchdog ends a process whose collective does not end. Before that it gives all ranks four
 # times this long to write down what they were doing, a minute by default, dump or no dump.
 NCCL_ENVIRONMENT = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "250",
     "TORCH_NCCL_ENABLE_MONITORING": "0",

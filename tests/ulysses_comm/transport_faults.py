@@ -180,6 +180,8 @@ def judge(name: str, outcomes: list[Outcome]) -> list[str]:
                 wrong.append(f"{ended}: expected a disagreement that names the splits")
         elif outcome.answered and outcome.error is None:
             wrong.append(f"{ended}: expected an error")
+        elif outcome.error is not None and "AssertionError" in outcome.error.types:
+            wrong.append(f"{ended}: it went on with wrong data")
     if name == "mismatched and checked" and len({o.result for o in outcomes}) > 1:
         wrong.append("the ranks tell different stories")
     return wrong
