@@ -169,8 +169,8 @@ def _rank_main(
     group_timeout: timedelta,
     timeout: float,
 ) -> None:
-    # A rank that is about to be killed for its time says where it is.
-    faulthandler.dump_traceback_later(0.95 * timeout, exit=False)
+    # A rank that is about to be killed for its time says where it is. It began after the clock did.
+    faulthandler.dump_traceback_later(max(0.5 * timeout, timeout - 20))
     os.environ.update(environment)
     torch.set_num_threads(1)
     torch.manual_seed(rank)
