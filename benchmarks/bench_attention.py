@@ -227,16 +227,16 @@ def _graph(run: Callable[[], torch.Tensor], device: torch.device) -> Callable[[]
 
 
 def _tiled(
-    device: torch.device, tiles: Sequence[HeadTile], run: Callable[[HeadTile], Any], check: Any
+    device: torch.device,
+    tiles: Sequence[HeadTile],
+    run: Callable[[HeadTile | None], Any],
+    check: Any,
 ) -> list[Candidate]:
-    """Ours as it is cut by default, then cut otherwise."""
+    """Ours as it is cut by default, then cut in each of the ways."""
+    named = {f"ours, {t.tokens} x {t.heads}, {t.num_warps} warps": t for t in tiles}
     return [
-        Candidate(
-            f"ours, {tile.tokens} x {tile.heads}, {tile.num_warps} warps" if n else "ours",
-            _graph(partial(run, tile), device),
-            check,
-        )
-        for n, tile in enumerate(tiles)
+        Candidate(name, _graph(partial(run, tile), device), check)
+        for name, tile in {"ours": None, **named}.items()
     ]
 
 
@@ -272,7 +272,7 @@ def store_rows(device: torch.device, rounds: int) -> Iterator[Row]:
         weights = [torch.randn(sets, dim, device=device) * 0.2 for _ in range(2)]
         arguments = (qkv, *weights, inverse, rotary)
 
-        def ours(tile: HeadTile, weights: list[torch.Tensor] = weights) -> torch.Tensor:
+        def ours(tile: HeadTile | None, weights: list[torch.Tensor] = weights) -> torch.Tensor:
             send = store_heads_triton(
                 qkv, *weights, sizes.groups, inverse, rotary, heads, heads, 1e-6, ranks, tile
             )
@@ -314,7 +314,7 @@ def gate_rows(device: torch.device, rounds: int) -> Iterator[Row]:
     for name, out in (("head shards", shards), ("flat heads", shards.flatten(1, 2))):
         arguments = (out, permutation, gate)
 
-        def ours(tile: HeadTile, arguments: tuple[Any, ...] = arguments) -> torch.Tensor:
+        def ours(tile: HeadTile | None, arguments: tuple[Any, ...] = arguments) -> torch.Tensor:
             return gate_heads_triton(*arguments, tile)
 
         check = near(gated(*arguments), 1e-3)
@@ -355,7 +355,7 @@ def weigh_rows(device: torch.device, rounds: int) -> Iterator[Row]:
         torch.sub(lse, sinks, out=weight)
         return torch.mul(attended, weight.sigmoid_().unsqueeze(-1), out=out)
 
-    def ours(tile: HeadTile) -> torch.Tensor:
+    def ours(tile: HeadTile | None) -> torch.Tensor:
         weigh_heads_triton(attended, lse, sinks, out, tile)
         return out
 

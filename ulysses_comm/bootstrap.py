@@ -6,6 +6,7 @@ contradictory is named at once, on every rank, before anything waits for anybody
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections.abc import Mapping
@@ -21,9 +22,12 @@ from ulysses_comm import hardware
 from ulysses_comm.mpi import BACKEND as MPI_BACKEND
 from ulysses_comm.mpi import end_job_after_failure, load_mpi, register_backend
 from ulysses_comm.symmetric.choice import TransportName, check_wish, use_transport
+from ulysses_comm.watchdog import watchdog_problem
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+_log = logging.getLogger("ulysses_comm")
 
 LauncherName = Literal["torchrun", "mpirun", "bare"]
 
@@ -106,6 +110,8 @@ def init_distributed(
     if started_by not in starts:
         raise ValueError(f"launcher={launcher!r}: expected 'torchrun', 'mpirun', 'bare' or None.")
     launch = starts[started_by](backend, device, timeout)
+    if "nccl" in launch.backend.name and (problem := watchdog_problem(os.environ)):
+        _log.warning("ulysses_comm: %s", problem)
     if transport is not None:
         try:
             use_transport(None, transport)

@@ -38,6 +38,7 @@ from ulysses_comm.symmetric.choice import (
     use_transport,
 )
 from ulysses_comm.testing import RankOutcome, RanksFailedError, run_gloo_ranks
+from ulysses_comm.watchdog import explain_watchdog
 
 # Packages that make something possible, and what; looked up, never imported.
 _PACKAGES = {
@@ -200,6 +201,8 @@ def _facts() -> list[tuple[str, str]]:
         ("backends", _backends()),
         ("mpirun", _mpirun(find_launcher())),
     ]
+    if torch.version.cuda:
+        facts.append(("NCCL watchdog", explain_watchdog(os.environ)))
     for package, purpose in _PACKAGES.items():
         facts.append((package, _version(package) or f"not installed; for {purpose}"))
     given = [

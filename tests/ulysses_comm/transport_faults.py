@@ -8,8 +8,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -119,23 +117,12 @@ def too_slow(world: World) -> str:
     return "waited longer than asked"
 
 
-@dataclass(frozen=True)
-class Fault:
-    """What ranks do, and which variables decide how NCCL's watchdog answers."""
-
-    run: Callable[[World], str]
-    environment: dict[str, str]
-    transports: tuple[str, ...] = ("collective", "symm_mem")
-
-
-_BLOCKING = {"TORCH_NCCL_BLOCKING_WAIT": "1"}
 FAULTS = {
-    "killed": Fault(killed, {}),
-    "killed, blocking wait": Fault(killed, _BLOCKING, ("collective",)),
-    "mismatched": Fault(mismatched, {}),
-    "mismatched and checked": Fault(mismatched_and_checked, {}),
-    "slow": Fault(slow, {}),
-    "too slow": Fault(too_slow, {}),
+    "killed": killed,
+    "mismatched": mismatched,
+    "mismatched and checked": mismatched_and_checked,
+    "slow": slow,
+    "too slow": too_slow,
 }
 
 
@@ -145,12 +132,11 @@ def run_fault(name: str, world_size: int, transport: str, device: str) -> list[O
     Raises:
         TransportMissingError: If the transport cannot be used here.
     """
-    fault = FAULTS[name]
     outcomes = rank_outcomes(
         _meet_fault, world_size, name, transport, device,
         timeout=START + 5 * PATIENCE.total_seconds(), group_timeout=PATIENCE, meet="tcp",
         backend="nccl" if device == "cuda" else "gloo",
-        environment={**NCCL_ENVIRONMENT, **fault.environment},
+        environment=NCCL_ENVIRONMENT,
     )  # fmt: skip
     _raise_if_missing(outcomes)
     return outcomes
@@ -162,7 +148,7 @@ def _meet_fault(group: dist.ProcessGroup, name: str, transport: str, device: str
         reason = use(transport, group, timeout=PATIENCE)
         if reason:
             raise TransportMissingError(reason)
-    return FAULTS[name].run(world)
+    return FAULTS[name](world)
 
 
 def judge(name: str, outcomes: list[Outcome]) -> list[str]:
