@@ -9,10 +9,8 @@ Needs torch alone; `python -m ulysses_comm doctor` is the same.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import math
 import os
-import platform
 import subprocess
 import sys
 import time
@@ -27,29 +25,16 @@ import torch.distributed as dist
 from ulysses_comm import hardware
 from ulysses_comm.bootstrap import Launch, detect_launcher, init_distributed
 from ulysses_comm.exchange import scatter_heads_gather_seqlen, scatter_seqlen_gather_heads
+from ulysses_comm.findings import choices, facts, version
 from ulysses_comm.mpi import BACKEND as MPI_BACKEND
 from ulysses_comm.mpi import Launcher, find_launcher, load_mpi
 from ulysses_comm.simulate import simulate
 from ulysses_comm.symmetric.choice import (
-    TransportChoice,
     check_wish,
     choice_on_this_machine,
-    explain_transport,
     use_transport,
 )
 from ulysses_comm.testing import RankOutcome, RanksFailedError, run_gloo_ranks
-from ulysses_comm.watchdog import explain_watchdog
-
-# Packages that make something possible, and what; looked up, never imported.
-_PACKAGES = {
-    "numpy": "arrays",
-    "triton": "one-launch packs on a GPU",
-    "mpi4py": "ranks that mpirun starts",
-    "torch_musa": "Moore Threads GPUs",
-    "torchada": "CUDA programs on Moore Threads GPUs",
-    "transformers": "Hugging Face models",
-    "matplotlib": "pictures of traffic",
-}
 
 _MOST_GPUS = 8
 
@@ -103,12 +88,12 @@ def run(*, timeout: float = 60.0) -> Report:
         check_wish("auto")  # the environment's, which decides in every exchange
         launcher = detect_launcher(os.environ)
         if launcher == "bare":
-            return Report(_facts(), _choices(None), _try_each_transport(timeout))
+            return Report(facts(), choices(None), _try_each_transport(timeout))
         launch = init_distributed(timeout=timedelta(seconds=timeout))
     except (RuntimeError, ValueError) as error:
-        return Report(_facts(), _choices(None), [Check("starting the ranks", False, str(error))])
+        return Report(facts(), choices(None), [Check("starting the ranks", False, str(error))])
     try:
-        return Report(_facts(), _choices(launch), [_try_started_ranks(launch)])
+        return Report(facts(), choices(launch), [_try_started_ranks(launch)])
     finally:
         dist.destroy_process_group()
 
@@ -184,110 +169,6 @@ def _speaks() -> bool:
     except RuntimeError:
         return True
     return launcher == "bare" or os.environ["RANK"] == "0"
-
-
-# Findings
-
-
-def _facts() -> list[tuple[str, str]]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    facts = [
-        ("ulysses-comm", _version("ulysses-comm") or "runs from its sources"),
-        ("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
-        ("torch", f"{torch.__version__}, built for {_built_for()}"),
-        ("CPU", f"{cores} core(s), {torch.get_num_threads()} thread(s) in torch"),
-        ("CUDA GPUs", _gpus("cuda")),
-        ("MUSA GPUs", _gpus("musa")),
-        ("backends", _backends()),
-        ("mpirun", _mpirun(find_launcher())),
-    ]
-    if torch.version.cuda:
-        facts.append(("NCCL watchdog", explain_watchdog(os.environ)))
-    for package, purpose in _PACKAGES.items():
-        facts.append((package, _version(package) or f"not installed; for {purpose}"))
-    given = [
-        f"{name}={value}"
-        for name, value in sorted(os.environ.items())
-        if name.startswith("ULYSSES")
-    ]
-    return [*facts, ("environment", ", ".join(given) or "nothing of ulysses_comm is set")]
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _built_for() -> str:
-    if hardware.is_musa_build():
-        return f"MUSA {getattr(torch.version, 'musa', None) or '(version unknown)'}"
-    if torch.version.hip:
-        return f"ROCm {torch.version.hip}"
-    return f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU"
-
-
-def _gpus(kind: hardware.DeviceKind) -> str:
-    count = hardware.device_count(kind)
-    if not count:
-        return "none"
-    try:
-        names = [getattr(torch, kind).get_device_name(index) for index in range(count)]
-    except (AttributeError, RuntimeError) as error:
-        return f"{count}, whose names torch does not tell ({error})"
-    return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
-
-
-def _backends() -> str:
-    usable = [
-        name
-        for name in ("gloo", "nccl", "mccl", "mpi")
-        if not hardware.backend_problems(name) and name in dist.Backend.backend_list
-    ]
-    return ", ".join([*usable, *([MPI_BACKEND] if _version("mpi4py") else [])])
-
-
-def _mpirun(launcher: Launcher | None) -> str:
-    return "none" if launcher is None else f"{launcher.path}, {launcher.version}"
-
-
-def _choices(launch: Launch | None) -> list[tuple[str, str]]:
-    device = hardware.choose_device()
-    if launch is not None:
-        backend = launch.backend
-        start = f"{launch.world_size} rank(s), started by {launch.launcher}"
-    else:
-        backend = hardware.choose_backend(device.name)
-        start = "none that torchrun or mpirun started"
-    layouts = hardware.layout_defaults(device.name)
-    wanted = [
-        name
-        for name, chosen in (
-            ("inputs", layouts.head_shard_inputs),
-            ("output", layouts.head_shard_output),
-        )
-        if chosen
-    ]
-    return [
-        ("ranks", start),
-        ("device", f"{device.name}: {device.reason}"),
-        ("backend", f"{backend.name}: {backend.reason}"),
-        ("transport", _transport(launch)),
-        ("layouts", f"head shards for {' and '.join(wanted)}" if wanted else "flat"),
-    ]
-
-
-def _transport(launch: Launch | None) -> str:
-    """Say what `use_transport(group, "auto")` chooses; on started ranks they all do it."""
-    if launch is None:
-        return _in_words(choice_on_this_machine())
-    use_transport(None, "auto")
-    return explain_transport(None)
-
-
-def _in_words(choice: TransportChoice) -> str:
-    return f"{choice.name}: {choice.reason}"
 
 
 # Exchanges
@@ -375,7 +256,7 @@ def _check_on_gpus(
 def _try_mpirun(launcher: Launcher | None, timeout: float) -> Check:
     if launcher is None:
         return Check(MPI_BACKEND, None, "no mpirun beside this Python or on the PATH")
-    if _version("mpi4py") is None:
+    if version("mpi4py") is None:
         return Check(MPI_BACKEND, None, "mpi4py is not installed: pip install 'ulysses-comm[mpi]'")
 
     def launch() -> None:

@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 
-from ulysses_comm import bootstrap, doctor
+from ulysses_comm import bootstrap, findings
 from ulysses_comm.bootstrap import Launch, init_distributed
 from ulysses_comm.hardware import Choice
 from ulysses_comm.watchdog import explain_watchdog, watchdog_problem
@@ -70,6 +70,6 @@ def test_a_start_over_nccl_warns(
 def test_the_doctor_tells_where_torch_is_built_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert "waits for ever" in dict(doctor._facts())["NCCL watchdog"]
+    assert "waits for ever" in dict(findings.facts())["NCCL watchdog"]
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert "NCCL watchdog" not in dict(doctor._facts())
+    assert "NCCL watchdog" not in dict(findings.facts())
