@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from ulysses_comm.collective import is_tracked
+from ulysses_comm.route import Buffers, Route
 from ulysses_comm.transfer import (
-    Buffers,
-    Route,
     finish_scatter_heads,
     finish_scatter_seqlen_apart,
     start_scatter_heads,

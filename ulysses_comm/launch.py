@@ -21,11 +21,10 @@ from ulysses_comm.group import Group, rank_and_world_size, resolve_group
 from ulysses_comm.head_split import HeadSplit
 from ulysses_comm.layout import shares_memory
 from ulysses_comm.pending import Pending
+from ulysses_comm.route import Buffers, Route
 from ulysses_comm.symmetric.choice import way_of
 from ulysses_comm.traced import scatter_heads_traced, scatter_seqlen_traced
 from ulysses_comm.transfer import (
-    Buffers,
-    Route,
     finish_scatter_heads,
     finish_scatter_seqlen,
     record_copy,

@@ -24,7 +24,7 @@ from ulysses_comm.byte_rows import (
 from ulysses_comm.collective import WIRE_DTYPES, all_to_all_rows, is_tracked
 from ulysses_comm.head_split import HeadSplit
 from ulysses_comm.layout import summing_dtype
-from ulysses_comm.transfer import Route
+from ulysses_comm.route import Route
 from ulysses_comm.wire import Wire
 
 

@@ -17,84 +17,17 @@ import torch.distributed as dist
 from ulysses_comm.collective import start_all_to_all
 from ulysses_comm.copies import copy_head_shards, copy_head_shards_torch
 from ulysses_comm.layout import summing_dtype
-from ulysses_comm.memory import is_large
+from ulysses_comm.route import Buffers, Route
 from ulysses_comm.symmetric.choice import state_of
 from ulysses_comm.symmetric.moves import Direction, Exchange
 from ulysses_comm.symmetric.pull import start_pull
 from ulysses_comm.symmetric.push import push
 from ulysses_comm.tiling import gathered_buffer_of, scattered_buffer_of
 from ulysses_comm.wire import Run, Wire
-from ulysses_comm.workspace import Workspace, spare_buffers
 
 # Bytes of a rank from which on several collectives cost less than one and the copy that it takes:
 # measured on gloo, 2 and 4 ranks, where the two break even at about 6 MiB.
 APART_BYTES = 8 << 20
-
-
-@dataclass(frozen=True)
-class Route:
-    """Who exchanges what with whom.
-
-    Attributes:
-        group: The ranks.
-        rank: This rank.
-        split_sizes: Tokens each rank owns, in rank order.
-    """
-
-    group: dist.ProcessGroup
-    rank: int
-    split_sizes: tuple[int, ...]
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of this rank."""
-        return self.split_sizes[self.rank]
-
-    @property
-    def seqlen(self) -> int:
-        """Tokens of the whole sequence."""
-        return sum(self.split_sizes)
-
-
-@dataclass(frozen=True)
-class Buffers:
-    """Where an exchange finds memory.
-
-    Attributes:
-        workspace: The caller's, which keeps buffers between calls; None if there is none.
-        receive: The caller's own receive buffer, of the right size.
-        results: The caller's own tensor for each flattened result, of any strides.
-    """
-
-    workspace: Workspace | None = None
-    receive: torch.Tensor | None = None
-    results: Sequence[torch.Tensor] | None = None
-
-    def take(
-        self,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-        group: dist.ProcessGroup | None = None,
-    ) -> torch.Tensor:
-        """Return an unwritten buffer; the group of the exchange may have a spare one."""
-        if self.workspace is not None:
-            return self.workspace.take(shape, dtype, device)
-        if group is not None and is_large(shape, dtype, device):
-            return spare_buffers(group).take(shape, dtype, device)
-        return torch.empty(tuple(shape), dtype=dtype, device=device)
-
-    def take_receive(
-        self,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-        group: dist.ProcessGroup,
-    ) -> torch.Tensor:
-        """Return the caller's receive buffer, or an unwritten one."""
-        if self.receive is None:
-            return self.take(shape, dtype, device, group)
-        return self.receive.view(tuple(shape))
 
 
 class Work(Protocol):
