@@ -53,11 +53,19 @@ def start_all_to_all(
     if send.dtype not in WIRE_DTYPES:
         if send.dim() == 1:  # the counts are of elements, and have to stay so
             send, receive = send.unsqueeze(-1), receive.unsqueeze(-1)
-        send, receive = send.view(torch.uint8), receive.view(torch.uint8)
+        send, receive = _as_bytes(send), _as_bytes(receive)
     work: dist.Work | None = dist.all_to_all_single(
         receive, send, output_rows, input_rows, group=group, async_op=async_op
     )
     return work
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """See a contiguous tensor as bytes, its last dimension as many times longer."""
+    # By way of one dimension: where a size is 0 or 1 it may have any stride, and torch sees no
+    # bytes in a last dimension of another stride than 1.
+    shape = (*tensor.shape[:-1], tensor.shape[-1] * tensor.element_size())
+    return tensor.view(-1).view(torch.uint8).view(shape)
 
 
 def all_to_all_rows(

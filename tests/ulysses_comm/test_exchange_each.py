@@ -183,3 +183,27 @@ def test_shared_heads_are_summed_in_every_dtype(dtype: torch.dtype) -> None:
     expected = torch.tensor([2.0, 1.0])[:, None].expand(7, 2, 4).to(dtype)
     for rank, result in enumerate(simulate(3, step).results):
         assert_same_bits(result, expected.split(SPLITS)[rank])
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.uint64, torch.complex64, torch.bool], ids=str)
+def test_strides_that_address_nothing_do_not_matter(dtype: torch.dtype) -> None:
+    """Torch calls these tensors contiguous, and refuses to view them as the bytes that are sent."""
+    whole = random_bits((7, 6), dtype, seed=0)
+
+    def step(group: dist.ProcessGroup) -> list[torch.Tensor]:
+        empty = torch.empty((0, 3, 2), dtype=dtype).transpose(1, 2)
+        heads = whole[None, :, 2 * group.rank() : 2 * group.rank() + 2].contiguous()
+        one_channel = heads.permute(1, 2, 0)
+        for tensor in (empty, one_channel):
+            assert tensor.is_contiguous()
+            assert tensor.stride(-1) != 1
+        return [
+            scatter_seqlen_gather_heads(empty, [0, 0, 0], group),
+            scatter_seqlen_gather_heads(one_channel, SPLITS, group),
+            *scatter_seqlen_gather_heads_each([one_channel], SPLITS, group),
+        ]
+
+    for rank, results in enumerate(simulate(3, step).results):
+        assert results[0].shape == (0, 6, 3)
+        for result in results[1:]:
+            assert_same_bits(result, whole.split(SPLITS)[rank][:, :, None])
