@@ -20,25 +20,23 @@ counts the heads per rank of the inputs before it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
 import torch
 
 from ulysses_comm.agreement import Validate, agree
 from ulysses_comm.checks import HeadScatter
-from ulysses_comm.exchange import (
-    scatter_heads_gather_seqlen,
-    start_scatter_heads_gather_seqlen,
-)
 from ulysses_comm.group import Group, rank_and_world_size, resolve_group
 from ulysses_comm.layout import check_split_sizes, whole_number
 from ulysses_comm.memory import empty_buffer
 from ulysses_comm.pending import Pending
+from ulysses_comm.route import Buffers, Route
 from ulysses_comm.symmetric.choice import state_of, way_of
 from ulysses_comm.symmetric.moves import Exchange, agreed
 from ulysses_comm.symmetric.opened import OpenedExchange
 from ulysses_comm.symmetric.opened_pull import OpenedPull
 from ulysses_comm.symmetric.state import GroupState
+from ulysses_comm.transfer import finish_scatter_heads, start_scatter_heads
 from ulysses_comm.wire import Wire, even_split, plan_wire
 
 Results = list[torch.Tensor]
@@ -200,13 +198,12 @@ def open_head_scatter(
         )
     process_group = resolve_group(group)
     rank, world_size = rank_and_world_size(process_group)
-    counts, sizes, place = tuple(head_counts), tuple(split_sizes), _indexed(torch.device(device))
 
     def way(checked: HeadScatter) -> str | None:  # that of the plain form, which it meets
         return way_of(process_group, checked.inputs, async_op=started) if process_group else None
 
     checked = agree(
-        lambda: _check(counts, head_dim, dtype, sizes, world_size, place),
+        lambda: _check(head_counts, head_dim, dtype, split_sizes, world_size, device),
         process_group,
         validate,
         way=way,
@@ -218,7 +215,10 @@ def open_head_scatter(
         state = state_of(process_group)
         if state is not None and state.serves(checked.inputs):
             return _open_pull(state, exchange) if started else _open_slots(state, exchange)
-    return _open_send_buffer(wire, exchange.split_sizes, rank, group, place, started=started)
+    route = None
+    if process_group is not None and world_size > 1:
+        route = Route(process_group, rank, exchange.split_sizes)
+    return _open_send_buffer(exchange, rank, route, checked.inputs[0].device, started=started)
 
 
 def _open_slots(state: GroupState, exchange: Exchange) -> HeadScatterTarget:
@@ -253,16 +253,11 @@ def _open_pull(state: GroupState, exchange: Exchange) -> HeadScatterTarget:
 
 
 def _open_send_buffer(
-    wire: Wire,
-    split_sizes: tuple[int, ...],
-    rank: int,
-    group: Group,
-    device: torch.device,
-    *,
-    started: bool,
+    exchange: Exchange, rank: int, route: Route | None, device: torch.device, *, started: bool
 ) -> HeadScatterTarget:
-    world_size, tokens = len(split_sizes), split_sizes[rank]
-    send = empty_buffer(wire.scattered_shape(tokens), wire.dtype, device)
+    """Open an exchange through the collective; without a route that of a lone rank."""
+    wire, world_size = exchange.wire, exchange.world_size
+    send = empty_buffer(wire.scattered_shape(exchange.split_sizes[rank]), wire.dtype, device)
     shards = send.transpose(0, 1).split([split.counts[0] for split in wire.splits], dim=2)
     base, step = send.data_ptr(), send[0].nbytes
     # Made on the device: a copy from the host would wait, and could not be captured.
@@ -271,47 +266,60 @@ def _open_send_buffer(
         if step
         else torch.full((world_size,), base, dtype=torch.int64, device=device)
     )
+
+    def start() -> Pending[Results]:
+        # Not by the public function: the ranks have agreed on this exchange when it was opened.
+        if route is None:
+            return Pending.of([tensor.flatten(1, 2) for tensor in shards])
+        transfer = start_scatter_heads(shards, wire, route, Buffers(), async_op=started)
+        return Pending(lambda: finish_scatter_heads(transfer))
+
     if started:
-
-        def start() -> Pending[Results]:
-            return start_scatter_heads_gather_seqlen(shards, split_sizes, group)
-
         return HeadScatterTarget(addresses, send[rank], None, None, start=start)
-    return HeadScatterTarget(
-        addresses,
-        send[rank],
-        lambda: scatter_heads_gather_seqlen(shards, split_sizes, group),
-        None,
-    )
+    return HeadScatterTarget(addresses, send[rank], lambda: start().wait(), None)
 
 
-@functools.lru_cache(maxsize=512)
 def _check(
-    head_counts: tuple[int, ...],
+    head_counts: Sequence[int],
     head_dim: int,
     dtype: torch.dtype,
-    split_sizes: tuple[int, ...],
+    split_sizes: Sequence[int],
     world_size: int,
-    device: torch.device,
+    device: torch.device | str,
 ) -> HeadScatter:
     """Check the arguments; the same facts as those of the plain exchange."""
-    counts = [whole_number("head_counts", count) for count in head_counts]
-    head_dim = whole_number("head_dim", head_dim)
-    if not counts or head_dim < 1 or any(n < 1 or n % world_size for n in counts):
+    if isinstance(head_counts, (str, bytes, Set, Mapping)) or not isinstance(head_counts, Iterable):
         raise ValueError(
-            f"head_counts={counts}, head_dim={head_dim} over {world_size} ranks: expected one "
-            f"input at least, head counts that are positive multiples of {world_size}, and one "
-            "channel at least. scatter_heads_gather_seqlen takes uneven shares, by head_splits."
+            f"head_counts={head_counts!r}: expected a sequence, the heads of each input."
         )
+    counts = tuple(whole_number("head_counts", count) for count in head_counts)
     sizes = check_split_sizes(split_sizes, world_size)
-    splits = tuple(even_split(count // world_size, world_size) for count in counts)
-    wire = plan_wire((dtype,) * len(counts), (head_dim,) * len(counts), splits)
-    nothing = torch.empty(0, dtype=dtype, device=device)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"dtype={dtype!r}: expected a torch.dtype, such as torch.bfloat16.")
+    wire = _plan(counts, whole_number("head_dim", head_dim), dtype, world_size)
+    nothing = torch.empty(0, dtype=dtype, device=_device(device))
     return HeadScatter([nothing] * len(counts), sizes, wire, 0)
 
 
-def _indexed(device: torch.device) -> torch.device:
-    """Return a GPU with its number."""
+@functools.lru_cache(maxsize=512)
+def _plan(head_counts: tuple[int, ...], head_dim: int, dtype: torch.dtype, world_size: int) -> Wire:
+    if not head_counts or head_dim < 1 or any(n < 1 or n % world_size for n in head_counts):
+        raise ValueError(
+            f"head_counts={list(head_counts)}, head_dim={head_dim} over {world_size} ranks: "
+            "expected one input at least, head counts that are positive multiples of "
+            f"{world_size}, and one channel at least. scatter_heads_gather_seqlen takes uneven "
+            "shares, by head_splits."
+        )
+    splits = tuple(even_split(count // world_size, world_size) for count in head_counts)
+    return plan_wire((dtype,) * len(head_counts), (head_dim,) * len(head_counts), splits)
+
+
+def _device(given: torch.device | str) -> torch.device:
+    """Return a device; a GPU with its number."""
+    try:
+        device = torch.device(given)
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(f"device={given!r}: expected a torch.device or its name.") from error
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device

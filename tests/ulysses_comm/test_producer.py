@@ -6,9 +6,11 @@ The stand-in for such a kernel copies rows to the addresses that it is given; se
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib.util
 import logging
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -211,6 +213,41 @@ def test_simulated_ranks_send_in_place() -> None:
             assert_same_bits(tensor.contiguous(), want.contiguous())
 
 
+@pytest.mark.parametrize("start", [False, True], ids=["plain", "started"])
+def test_ranks_that_check_every_exchange_check_an_opened_one_once(
+    start: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As often as a rank that takes part by the other form; they were out of step after it."""
+    monkeypatch.setenv("ULYSSES_COMM_VALIDATE", "1")
+    monkeypatch.setattr("ulysses_comm.agreement.DEFAULT_TIMEOUT", timedelta(seconds=3))
+
+    def step(group: dist.ProcessGroup) -> list[torch.Tensor]:
+        results: list[torch.Tensor] = []
+        for number in range(3):
+            inputs = inputs_of(group, group.rank(), 2 + group.rank(), number)
+            if number % 2 == group.rank():
+                target = opened(group, inputs, [2, 3], started=start)
+                store(target, inputs)
+                results += target.start().wait() if start else target.finish()
+            elif start:
+                results += uc.start_scatter_heads_gather_seqlen(inputs, [2, 3], group).wait()
+            else:
+                results += uc.scatter_heads_gather_seqlen(inputs, [2, 3], group)
+        return results
+
+    def plain(group: dist.ProcessGroup) -> list[torch.Tensor]:
+        results: list[torch.Tensor] = []
+        for number in range(3):
+            inputs = inputs_of(group, group.rank(), 2 + group.rank(), number)
+            results += uc.scatter_heads_gather_seqlen(inputs, [2, 3], group)
+        return results
+
+    for rank in range(2):
+        ours, theirs = (uc.simulate(2, program).results[rank] for program in (step, plain))
+        for one, other in zip(ours, theirs, strict=True):
+            assert_same_bits(one.contiguous(), other.contiguous())
+
+
 def test_refuses_what_it_cannot_open() -> None:
     def open_with(counts: Sequence[int], splits: Sequence[int] = (3,), dim: int = 8) -> None:
         uc.open_head_scatter(counts, dim, BF16, splits, uc.LONE_RANK, device="cpu")
@@ -222,3 +259,27 @@ def test_refuses_what_it_cannot_open() -> None:
         open_with((2,), (3, 4))
     with pytest.raises(ValueError, match=r"head_counts=1\.5: expected a whole number"):
         open_with((1.5,))  # type: ignore[arg-type]
+
+
+def test_a_bad_argument_is_refused_on_its_rank_and_named_on_the_others() -> None:
+    good = {"head_counts": [4], "head_dim": 8, "dtype": BF16, "split_sizes": [2, 2],
+            "device": "cpu"}  # fmt: skip
+    bad = {
+        "head_counts": [4, {4}, "4", [[4]], [4.0], [True]],
+        "head_dim": [8.0, "8", None],
+        "dtype": ["bfloat16", None, torch.bfloat16.itemsize],
+        "split_sizes": [2, {2}, [2.0, 2], "22", None],
+        "device": ["gpu", None],
+    }
+
+    def step(group: dist.ProcessGroup, name: str, value: object) -> str:
+        arguments = {**good, name: value} if group.rank() == 0 else good
+        kind = ValueError if group.rank() == 0 else uc.RankDisagreementError
+        with pytest.raises(kind, match=f"{name}=|split_sizes") as raised:
+            uc.open_head_scatter(**arguments, group=group, validate=True)
+        return str(raised.value)
+
+    for name, values in bad.items():
+        for value in values:
+            texts = uc.simulate(2, functools.partial(step, name=name, value=value)).results
+            assert f"rank 0 refused its own input: ValueError: {texts[0]}" in texts[1]
