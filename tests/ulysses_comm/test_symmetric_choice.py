@@ -112,8 +112,9 @@ def test_arguments_are_checked_before_anyone_is_asked() -> None:
             uc.use_transport(group, "nvlink")  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="slots=-1: expected a whole number from 0 to 254"):
             uc.use_transport(group, slots=-1)
-        with pytest.raises(ValueError, match=r"timeout=.*: expected a positive timedelta"):
-            uc.use_transport(group, timeout=timedelta(0))
+        for timeout in (timedelta(0), 30, 0.5):
+            with pytest.raises(ValueError, match=r"timeout=.*: expected a positive timedelta"):
+                uc.use_transport(group, timeout=timeout)  # type: ignore[arg-type]
 
     uc.simulate(2, step)
 

@@ -198,7 +198,7 @@ def _wish(name: str) -> tuple[str, str]:
 def _check_numbers(slots: int, timeout: timedelta | None) -> None:
     if isinstance(slots, bool) or not isinstance(slots, int) or not 0 <= slots < 255:
         raise ValueError(f"slots={slots!r}: expected a whole number from 0 to 254.")
-    if timeout is not None and not timeout > timedelta(0):
+    if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta(0)):
         raise ValueError(f"timeout={timeout!r}: expected a positive timedelta, or None.")
 
 
