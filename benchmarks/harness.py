@@ -204,15 +204,17 @@ class Results:
     def __init__(
         self, bench: str, device: torch.device, folder: Path = RESULTS, *, suffix: str = ""
     ) -> None:
-        """Open the file; `suffix` says what the device's name does not, such as "-x2"."""
-        folder.mkdir(parents=True, exist_ok=True)
+        """Name the file; `suffix` says what the device's name does not, such as "-x2"."""
         self.path = folder / f"{bench}-{device_name(device)}{suffix}.jsonl"
         self.rows: list[Row] = []
-        self._file: IO[str] = self.path.open("w", encoding="utf-8")
+        self._file: IO[str] | None = None
 
     def add(self, row: Row) -> None:
         """Write the row and keep it for the table."""
         self.rows.append(row)
+        if self._file is None:  # not before: a run without a row leaves those of the last one
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("w", encoding="utf-8")
         self._file.write(json.dumps(dataclasses.asdict(row)) + "\n")
         self._file.flush()
 
@@ -220,7 +222,8 @@ class Results:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
 
 def table_of(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:

@@ -129,6 +129,19 @@ def test_row_holds_what_readers_of_the_results_rely_on(tmp_path: Path) -> None:
     assert {"python", "torch"} <= set(first["versions"])
 
 
+def test_a_run_without_a_row_leaves_the_results_of_the_last_one(tmp_path: Path) -> None:
+    with Results("demo", CPU, tmp_path) as results:
+        results.add(_row(_candidate("ours")))
+    before = results.path.read_text()
+    assert len(before.splitlines()) == 1
+    with Results("demo", CPU, tmp_path) as results:
+        pass
+    assert results.path.read_text() == before
+    with Results("demo", CPU, tmp_path) as results:
+        results.add(_row(_candidate("ours")))
+        assert len(results.path.read_text().splitlines()) == 1
+
+
 def test_table_gives_ratios_in_one_direction() -> None:
     row = dataclasses.replace(
         _row(_candidate("ours"), _candidate("base")),
