@@ -59,9 +59,14 @@ CHECKED = "every rank's result equals what one process cuts out of all ranks' in
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
     options.tokens = options.tokens or list(TOKENS[options.device])
+    if min(options.heads, options.head_dim, options.rounds, *options.tokens) < 1:
+        parser.error("--tokens, --heads, --head-dim and --rounds: expected one at least")
     if options.report:
+        if not options.report.is_file():
+            parser.error(f"--report {options.report}: there is no such file")
         print(markdown(_read(options.report)))
     elif "RANK" in os.environ:
         _run_rank(options)
@@ -72,7 +77,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _run_all(options: argparse.Namespace) -> None:
     """Start the ranks of each case, collect the rows, print tables as they come."""
     device = torch.device(options.device)
-    world_size = options.world or max(2, torch.cuda.device_count())
+    world_size = max(2, torch.cuda.device_count()) if options.world is None else options.world
+    if world_size < 2 or options.heads % world_size:
+        raise SystemExit(
+            f"--world {world_size} --heads {options.heads}: expected two ranks at least, and heads "
+            "that they divide"
+        )
     cases = [(part, tokens) for part in options.parts for tokens in options.tokens]
     deadline = time.monotonic() + options.seconds
     with harness.Results("nvlink", device, options.out, suffix=f"-x{world_size}") as results:
@@ -86,10 +96,10 @@ def _run_all(options: argparse.Namespace) -> None:
                 results.add(row)
                 harness.print_table(*table_of_row(row))
                 sys.stdout.flush()
+    if not results.rows:
+        raise SystemExit(f"no case gave a row; {results.path} is as it was")
     print(markdown(results.rows))
     print(f"written to {results.path}")
-    if not results.rows:
-        raise SystemExit("no case gave a row")
 
 
 def _run_case(

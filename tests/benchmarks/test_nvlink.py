@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import bench_magi2_ranks, processes, run_many_gpus, tune_push
+from benchmarks import bench_magi2_ranks, bench_nvlink, processes, run_many_gpus, tune_push
 from benchmarks.harness import Candidate
 from benchmarks.nvlink.groups import Groups
 from benchmarks.nvlink.overlap import BESIDE, Overlap, hidden_shares, other_shares, paired_shares
@@ -284,6 +284,25 @@ def test_tables_hold_ratios_rates_and_targets() -> None:
     text = markdown([row(left_out={"fast-ulysses": "not installed"})])
     assert "- left out: fast-ulysses: not installed" in text
     assert "nccl 2.28" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--tokens", "0"], "expected one at least"),
+        (["--rounds", "0"], "expected one at least"),
+        (["--world", "1"], "--world 1 --heads 24: expected two ranks at least"),
+        (["--world", "0"], "--world 0 --heads 24: expected two ranks at least"),
+        (["--world", "2", "--heads", "3"], "heads that they divide"),
+        (["--report", "nowhere.jsonl"], "--report nowhere.jsonl: there is no such file"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_ranks_start(
+    options: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        bench_nvlink.main(["--device", "cpu", "--out", str(tmp_path), *options])
+    assert says in f"{ended.value.code} {capsys.readouterr().err}"
 
 
 def test_ranks_that_wait_for_one_that_failed_are_ended(
