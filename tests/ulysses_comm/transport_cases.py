@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.nvlink.stored import store_rows
 from tests import bits, cases, reference
 from tests.bits import assert_same_bits, bits_of
 from tests.cases import BF16, FP32, HEAD_DIM
@@ -41,6 +42,7 @@ from ulysses_comm import (
     HeadSplit,
     UlyssesAttention,
     Workspace,
+    open_head_scatter,
     pack_head_shards,
     scatter_heads_gather_seqlen,
     scatter_seqlen_gather_head_shards,
@@ -284,6 +286,31 @@ def kept_workspace(world: World) -> list[torch.Tensor]:
     return [*kept, *results]
 
 
+def stored_by_the_caller(world: World) -> list[torch.Tensor]:
+    """Rows stored where `open_head_scatter` wants them, finished at once and started."""
+    splits, rank, collected = world.splits, world.rank, []
+    inputs = cases.inputs_of_all(splits, cases.of_one_dtype((3, 3, 3), BF16))
+    shards = [tensor.unflatten(1, (world.size, -1)) for tensor in inputs[rank]]
+    for started in (False, True, True, False):
+        target = open_head_scatter(
+            [3 * world.size] * 3,
+            HEAD_DIM,
+            BF16,
+            splits,
+            world.group,
+            device=world.device,
+            started=started,
+        )
+        store_rows(shards, target.addresses)
+        results = target.start().wait() if started else target.finish()
+        for result, want in zip(
+            results, reference.scatter_heads_results(inputs, rank), strict=True
+        ):
+            assert_same_bits(result, want, f"started={started}")
+        collected += results
+    return collected
+
+
 def checked_by_the_ranks(world: World) -> list[torch.Tensor]:
     """`validate` at every call, and once for each layout."""
     splits, heads = world.splits, cases.of_one_dtype((2, 1, 1), FP32)
@@ -496,6 +523,7 @@ CASES: dict[str, Case] = {
         into_buffers_of_the_caller,
         views_of_one_buffer,
         kept_workspace,
+        stored_by_the_caller,
         checked_by_the_ranks,
         backward,
         attention_layer,
