@@ -144,6 +144,7 @@ def weigh_heads_kernel(
 
     The weight is 1 / (1 + exp(sink_total - lse)), the same number by fewer roundings: a few units
     of float32 from the eager form's, so that one in thousands of 16-bit results is its neighbour.
+    It is 0 where that difference is no number: lse is not finite, or sink_total is NaN.
     """
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     column = tl.arange(0, BLOCK_D)
@@ -156,7 +157,11 @@ def weigh_heads_kernel(
             sums = lse + wide_token * lse_token_stride + head * lse_head_stride
             without = tl.load(sums, mask=live, other=0.0)
             total = tl.load(sink_total + head)
-            weight = tl.math.div_rn(1.0, 1.0 + tl.exp(total - without))
+            # One selection a row: NaN fails every comparison, and exp(inf) leaves nothing.
+            total = tl.where(total == total, total, float("inf"))
+            finite = tl.abs(without) < float("inf")
+            difference = tl.where(finite, total - without, float("inf"))
+            weight = tl.math.div_rn(1.0, 1.0 + tl.exp(difference))
             source = attended + wide_token[:, None] * token_stride + head * head_stride
             x = widen(tl.load(source + column[None, :], mask=inside, other=0.0), INTERPRETED)
             target = out + (wide_token[:, None] * HEADS + head) * D + column[None, :]

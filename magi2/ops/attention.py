@@ -73,9 +73,13 @@ def sink_totals_torch(sinks_KH: torch.Tensor) -> torch.Tensor:
 
 
 def sink_weights_torch(lse_TH: torch.Tensor, sink_total_H: torch.Tensor) -> torch.Tensor:
-    """What the sinks leave of the softmax, (tokens, heads) float32: 1 without sinks."""
+    """What the sinks leave of the softmax, (tokens, heads) float32: 1 without sinks.
+
+    0 where the difference of the log-sum-exps is no number: for an lse that is not finite, whatever
+    the sinks are, and for sinks that are NaN.
+    """
     difference = lse_TH - torch.logaddexp(lse_TH, sink_total_H)
-    return torch.exp(difference)
+    return torch.exp(difference).nan_to_num(nan=0.0)
 
 
 def _for_query_heads(x_TGD: torch.Tensor, num_heads: int) -> torch.Tensor:

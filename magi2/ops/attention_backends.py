@@ -280,11 +280,12 @@ def _joined(
         return out
     waiting = list(pieces)
     # exp(lse - logaddexp(lse, total)) with fewer launches and roundings, and stored in the order in
-    # which the product walks over it.
+    # which the product walks over it. Differences that are no number leave nothing.
     weight_TH = torch.empty(q_THD.shape[:2], dtype=torch.float32, device=q_THD.device)
     for start, end, _, lse in waiting:
-        torch.sub(lse, sink_total_H, out=weight_TH[start:end])
-    weight_TH1 = weight_TH.sigmoid_().unsqueeze(-1)
+        finite = lse.nan_to_num(torch.nan, torch.nan, torch.nan)
+        torch.sub(finite, sink_total_H, out=weight_TH[start:end])
+    weight_TH1 = weight_TH.sigmoid_().nan_to_num_(0.0).unsqueeze(-1)
     for start, end, attended, _ in waiting:
         torch.mul(attended, weight_TH1[start:end], out=out[start:end])
     return out

@@ -18,7 +18,7 @@ import torch
 
 from magi2 import presets
 from magi2.modules.attention import Attention
-from magi2.ops.attention import sink_weights_torch
+from magi2.ops.attention import sink_totals_torch, sink_weights_torch
 from magi2.ops.attention_backends import attend_with_sinks
 from magi2.ops.attention_heads import (
     HeadTile,
@@ -216,6 +216,34 @@ def special_sinks_take_all_or_nothing(device: str) -> None:
     assert not out[:, 1:3].any()
     expected = attended * sink_weights_torch(lse, total).unsqueeze(-1)
     torch.testing.assert_close(out, expected, rtol=5e-6, atol=1e-37)
+
+
+def special_sums(device: str, num_sinks: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-sum-exps x totals of sinks, finite and not, and the weights that the sinks leave."""
+    inf, nan = torch.inf, torch.nan
+    lse = torch.tensor([-inf, inf, nan, -0.0, 0.0, 1e-40, 0.5, 88.0, -104.0, 1e4, 3e38, -3e38])
+    sinks = torch.tensor([-inf, inf, nan, -0.0, 1e-40, 1.5, 87.0, -103.0, 2e4, 2e38, -2e38])
+    if num_sinks == 2:
+        sinks = torch.cartesian_prod(sinks, torch.tensor([-inf, inf, -0.5])).t()
+    total = sink_totals_torch(sinks.view(num_sinks, -1))
+    difference = lse.double()[:, None] - total.double()
+    gone = ~lse.isfinite()[:, None] | total.isnan()
+    weight = difference.sigmoid().masked_fill(gone, 0).float()
+    return lse[:, None].repeat(1, len(total)).to(device), total.to(device), weight.to(device)
+
+
+@case
+def special_log_sum_exps_leave_what_the_plain_form_leaves(device: str) -> None:
+    for num_sinks in (1, 2):
+        lse, total, weight = special_sums(device, num_sinks)
+        attended = torch.randn(*lse.shape, 16, device=device)
+        out = torch.empty_like(attended)
+        weigh_heads_triton(attended, lse, total, out)
+        assert_same_bits(out.isnan(), torch.zeros_like(out, dtype=torch.bool))
+        expected = attended * weight.unsqueeze(-1)
+        torch.testing.assert_close(out, expected, rtol=5e-6, atol=1e-37)
+        plain = attended * sink_weights_torch(lse, total).unsqueeze(-1)
+        torch.testing.assert_close(out, plain, rtol=1e-5, atol=1e-37)
 
 
 @case

@@ -19,6 +19,7 @@ from magi2.ops.attention import (
     apply_sinks_torch,
     packed_attention_torch,
     sink_totals_torch,
+    sink_weights_torch,
 )
 from magi2.ops.attention_backends import attend_with_sinks, choose_attention
 from magi2.ops.packed_sequences import PackedSequences
@@ -26,6 +27,7 @@ from magi2.options import Options
 from magi2.timing.bench import keep_layers
 from magi2.transformer import Magi2Transformer
 from tests.bits import assert_same_bits
+from tests.magi2.head_cases import special_sums
 from tests.magi2.packed import packed_pair
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -165,6 +167,21 @@ def test_special_sinks_take_all_or_nothing(special):
             elif special < -100:
                 bare = torch.full_like(mine, -torch.inf)
                 assert error(out[:, 0], oracle(q, k, v, bare, ENDS)[:, 0]) < BOUND[FP32]
+
+
+@pytest.mark.parametrize("num_sinks", [1, 2])
+def test_a_log_sum_exp_that_is_not_finite_leaves_nothing(num_sinks):
+    lse, total, weight = special_sums("cpu", num_sinks)
+    mine = sink_weights_torch(lse, total)
+    torch.testing.assert_close(mine, weight, rtol=1e-5, atol=1e-37)
+    assert_same_bits(mine == 0, weight == 0)
+    attended = torch.randn(*lse.shape, 4)
+    out, sums = apply_sinks_torch(attended, lse, total[None])
+    assert_same_bits(out, attended * mine.unsqueeze(-1))
+    assert_same_bits(sums.isnan(), lse.isnan() | total.isnan())
+    pieces = iter([attention_kernels.Attended(0, len(lse), attended, lse)])
+    out = attention_backends._joined(pieces, attended, total, "torch")
+    torch.testing.assert_close(out, attended * weight.unsqueeze(-1), rtol=1e-6, atol=1e-37)
 
 
 def test_a_nan_stays_in_its_sequence_and_head():
