@@ -11,6 +11,7 @@ from magi2.modules.replicas import ReplicaDispatcher
 from magi2.modules.router import Router
 from magi2.modules.sequence import SequenceDispatcher
 from magi2.ops.backend import choose_backend, explain, run_experts
+from magi2.ops.expert_launches import explain_tiles
 from magi2.options import Options
 from magi2.topology import heads_per_rank
 
@@ -68,12 +69,17 @@ class RoutedExperts(nn.Module):
     def explain(self, x_THD: torch.Tensor) -> str:
         """Which implementation would run the experts on this input now, and why.
 
+        Of Triton also the form: "hopper", "fused" or "two products", and why not the first.
+
         Raises:
             RuntimeError: If "triton" was asked for and cannot run.
         """
         banks = (self.W_gate, self.W_up, self.W_down)
         experts = self.W_gate.shape[0] // max(self.num_heads, 1)
-        return explain(choose_backend(self.backend, x_THD, banks, experts))
+        choice = choose_backend(self.backend, x_THD, banks, experts)
+        if choice.name == "torch":
+            return explain(choice)
+        return f"{explain(choice)}; {explain_tiles(x_THD, self.W_gate.shape[2])}"
 
 
 def run_on_head_owners(

@@ -187,6 +187,12 @@ def best_tiles(x_THD: torch.Tensor, inner: int) -> ExpertTiles:
     return choose_tiles(x_THD.device.type, x_THD.dtype, hopper=hopper, fused=fused)
 
 
+def explain_tiles(x_THD: torch.Tensor, inner: int) -> str:
+    """The form that `best_tiles` takes, and why not the Hopper form, in one line."""
+    form, obstacle = best_tiles(x_THD, inner).form, hopper_obstacle(x_THD, inner)
+    return form if obstacle is None else f"{form}, not hopper: {obstacle}"
+
+
 def hopper_obstacle(x_THD: torch.Tensor, inner: int) -> str | None:
     """Why the Hopper form cannot run on this input, or None.
 

@@ -104,6 +104,13 @@ class ExpertTiles:
         if wrong:
             raise ValueError(f"tile sizes {wrong}: expected powers of two from 16 on.")
 
+    @property
+    def form(self) -> str:
+        """Its name: "hopper", "fused" or "two products"."""
+        if self.hopper:
+            return "hopper"
+        return "fused" if self.fused else "two products"
+
 
 # Few stages and narrow tiles: float32 operands take twice the room, and no matrix unit.
 _FLOAT32 = ExpertTiles(

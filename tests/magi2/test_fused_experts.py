@@ -7,7 +7,8 @@ import importlib.util
 import pytest
 import torch
 
-from magi2.ops.expert_launches import best_tiles, hopper_obstacle
+from magi2.ops import expert_launches
+from magi2.ops.expert_launches import best_tiles, explain_tiles, hopper_obstacle
 from magi2.ops.expert_mlp import expert_mlp_torch
 from magi2.ops.expert_tiles import ExpertTiles, FusedTile, HopperTile, ProductTile, choose_tiles
 from magi2.ops.fused_experts import check_experts, expert_mlp_triton
@@ -166,6 +167,24 @@ def test_hopper_form_says_what_it_needs():
     assert "compute capability 9" in str(hopper_obstacle(x, 64))
     with pytest.raises(ValueError, match="block_rows=64: expected 128"):
         ExpertTiles(block_rows=64, hopper=HOPPER[0])
+
+
+def test_says_which_form_runs_and_why_not_the_hopper_form(monkeypatch):
+    wide = torch.randn(3, 2, 260).bfloat16()
+    x, misaligned = wide[..., :256].contiguous(), wide[..., 1:257]
+    assert explain_tiles(x, 1280).startswith("two products, not hopper: x is on cpu: expected")
+    monkeypatch.setattr(expert_launches, "is_hopper", lambda device: True)
+    for version, given, inner, said in (
+        ("3.6", x, 1280, "hopper"),
+        ("3.7", x, 1280, "fused, not hopper: Triton is 3.7: expected one of"),
+        ("3.6", misaligned, 1280, "fused, not hopper: x has strides (520, 260, 1): expected rows"),
+        ("3.6", x, 1200, "fused, not hopper: head_dim=256 and inner=1200"),
+        ("3.6", x.float(), 1280, "two products, not hopper: x is torch.float32"),
+        ("3.6", x.repeat(1, 1, 2), 1280, "two products, not hopper: head_dim=512"),
+    ):
+        monkeypatch.setattr(expert_launches, "_triton_version", lambda version=version: version)
+        text = explain_tiles(given, inner)
+        assert text == said if said == "hopper" else text.startswith(said)
 
 
 def test_refuses_what_does_not_fit():

@@ -225,7 +225,9 @@ def routed_experts_match_the_golden_files(device: str) -> None:
         module = core_module(golden, BF16 if bf16 else FP32, options).to(device)
         x = golden["in.x_bf16" if bf16 else "in.x"].unflatten(1, (golden.config["num_heads"], -1))
         with torch.no_grad():
-            assert module.explain(x.to(device)).startswith("triton")
+            said = module.explain(x.to(device))
+            assert said.startswith("triton: asked for; ")
+            assert ", not hopper: " in said
             y = module(x.to(device)).flatten(1).cpu()
         name = "out.bf16.routed" if bf16 else "out.routed"
         golden.check(precision, name, y, None if bf16 else MODULE_RELATIVE_RMS)
