@@ -8,6 +8,7 @@ import torch
 
 from magi2.ops.attention_backends import check_attention_backend
 from magi2.ops.backend import MOE_BACKENDS
+from magi2.ops.fused_maps import ROW_SUMS
 from magi2.ops.head_backend import check_qkv_backend
 from magi2.ops.stream_backend import MHC_BACKENDS
 from magi2.ops.token_permute import SUM_ORDERS
@@ -64,6 +65,9 @@ class Options:
             sums behind the maps another order.
         logits_by_stream: Whether their torch form projects each stream by itself and adds the
             results in float32; None for the device's default. Sums differ in their order.
+        sinkhorn_row_sums: Order in which their Triton form adds rows of four in the Sinkhorn
+            iterations: "left" folds, as torch does on a CPU, or "interleaved", as eager torch does
+            on CUDA. The torch form adds as torch does, whatever is given here.
     """
 
     route_sum: str = "choice"
@@ -77,6 +81,7 @@ class Options:
     qkv_backend: str = "auto"
     mhc_backend: str = "auto"
     logits_by_stream: bool | None = None
+    sinkhorn_row_sums: str = "left"
 
     def __post_init__(self) -> None:
         if self.route_sum not in SUM_ORDERS:
@@ -91,6 +96,10 @@ class Options:
         check_qkv_backend(self.qkv_backend)
         if self.mhc_backend not in MHC_BACKENDS:
             raise ValueError(f"mhc_backend={self.mhc_backend!r}: expected one of {MHC_BACKENDS}.")
+        if self.sinkhorn_row_sums not in ROW_SUMS:
+            raise ValueError(
+                f"sinkhorn_row_sums={self.sinkhorn_row_sums!r}: expected one of {ROW_SUMS}."
+            )
         for name in (
             "qkv_head_shards",
             "output_head_shards",

@@ -48,7 +48,8 @@ class HyperConnections(nn.Module):
         config: The model's.
         num_modalities: Weight sets of the norm, which both branches share: 3 or 1.
         device: Of the weights, all float32.
-        options: Which backend runs, and how streams are projected; None for the defaults.
+        options: Which backend runs, how streams are projected and rows added; None for the
+            defaults.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class HyperConnections(nn.Module):
         super().__init__()
         options = options or Options()
         self.mhc_backend = options.mhc_backend
+        self.sinkhorn_row_sums = options.sinkhorn_row_sums
         by_stream = options.logits_by_stream
         if by_stream is None:
             by_stream = logits_by_stream_by_default(device)
@@ -113,6 +115,7 @@ class HyperConnections(nn.Module):
             iterations=SINKHORN_ITERATIONS,
             eps=SINKHORN_EPS,
             by_stream=self.logits_by_stream,
+            row_sums=self.sinkhorn_row_sums,
         )
         return StreamMaps(pre=pre, post=post, res=res)
 

@@ -69,11 +69,13 @@ def make_maps(
     iterations: int,
     eps: float,
     by_stream: bool = False,
+    row_sums: str = "left",
 ) -> Maps:
     """Maps `pre`, `post` and `res` of a branch from the streams before it, in x's dtype.
 
     Arguments as in `stream_logits_torch`, of which only the torch form reads `by_stream`, and in
-    `stream_maps_torch`; `backend` as in `choose_stream_backend`.
+    `stream_maps_triton`, of which only the Triton form reads `row_sums`; `backend` as in
+    `choose_stream_backend`.
     """
     if choose_stream_backend(backend, x_TSC, weights.tensors).name == "torch":
         logits = stream_logits_torch(x_TSC, weights, group_sizes, by_stream)
@@ -92,11 +94,18 @@ def make_maps(
             scale,
             iterations,
             eps,
+            row_sums,
         )
         return pre, post, res
     parts = fused_streams.stream_logits_triton(x_TSC, weights, group_sizes)
     return fused_maps.stream_maps_triton(
-        parts, weights, x_TSC.dtype, scale=scale, iterations=iterations, eps=eps
+        parts,
+        weights,
+        x_TSC.dtype,
+        scale=scale,
+        iterations=iterations,
+        eps=eps,
+        row_sums=row_sums,
     )
 
 

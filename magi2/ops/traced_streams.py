@@ -53,12 +53,19 @@ def stream_maps(
     scale: float,
     iterations: int,
     eps: float,
+    row_sums: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`stream_maps_triton` of `stream_logits_triton`, in x's dtype."""
     weights = MapWeights(norm=norm_GW, phi=phi_WN, alphas=alphas, biases=biases, norm_eps=norm_eps)
     logits = stream_logits_triton(x_TSC, weights, group_sizes)
     return stream_maps_triton(
-        logits, weights, x_TSC.dtype, scale=scale, iterations=iterations, eps=eps
+        logits,
+        weights,
+        x_TSC.dtype,
+        scale=scale,
+        iterations=iterations,
+        eps=eps,
+        row_sums=row_sums,
     )
 
 
@@ -74,6 +81,7 @@ def _(
     scale: float,
     iterations: int,
     eps: float,
+    row_sums: str,
 ) -> Maps:
     tokens, streams, _ = x_TSC.shape
     pre, post = (x_TSC.new_empty(tokens, streams) for _ in range(2))

@@ -15,7 +15,7 @@ import torch
 from magi2 import presets
 from magi2.initialise import random_weight
 from magi2.modules.mhc import HyperConnections
-from magi2.ops.fused_maps import sinkhorn_triton, stream_maps_triton
+from magi2.ops.fused_maps import ROW_SUMS, sinkhorn_triton, stream_maps_triton
 from magi2.ops.fused_streams import (
     hyper_connect_triton,
     mix_streams_triton,
@@ -282,7 +282,8 @@ def modules_run_the_kernels_when_told_to(device: str) -> None:
 
 @case
 def a_compiler_takes_the_hyper_connections_whole(device: str) -> None:
-    module = hyper_connections(Options(mhc_backend="triton"), device)
+    options = Options(mhc_backend="triton", sinkhorn_row_sums="interleaved")
+    module = hyper_connections(options, device)
 
     def connect(x: torch.Tensor, first: int) -> torch.Tensor:
         sizes = (first, x.shape[0] - first, 0)
@@ -291,10 +292,33 @@ def a_compiler_takes_the_hyper_connections_whole(device: str) -> None:
     for dynamic in (False, True):
         compiled = torch.compile(connect, backend="aot_eager", fullgraph=True, dynamic=dynamic)
         for tokens in (9, 12) if dynamic else (9,):
-            x = torch.randn(tokens, 4, presets.tiny_uneven().hidden_size).to(BF16).to(device)
-            with torch.no_grad():
-                assert_same(compiled(x, 5), connect(x, 5))
+            x = torch.randn(tokens, 4, presets.tiny_uneven().hidden_size).to(device)
+            for dtype in (FP32, BF16):
+                with torch.no_grad():
+                    assert_same(compiled(x.to(dtype), 5), connect(x.to(dtype), 5))
         torch._dynamo.reset()
+
+
+@case
+def rows_are_added_as_the_options_say(device: str) -> None:
+    sizes, res = (30, 0, 20), {}
+    x = torch.randn(50, 4, presets.tiny_uneven().hidden_size).to(device)
+    for backend, row_sums in product(("triton", "torch"), ROW_SUMS):
+        options = Options(mhc_backend=backend, sinkhorn_row_sums=row_sums)
+        module = hyper_connections(options, device)
+        with torch.no_grad():
+            res[backend, row_sums] = module.maps("mlp", x, sizes).res
+    for row_sums in ROW_SUMS:
+        module = hyper_connections(Options(mhc_backend="triton"), device)
+        weights, settings = module._map_weights("mlp"), {"iterations": 20, "eps": EPS}
+        with torch.no_grad():
+            parts = stream_logits_triton(x, weights, sizes)
+            *_, expected = stream_maps_triton(
+                parts, weights, FP32, scale=module.scale, row_sums=row_sums, **settings
+            )
+        assert_same(res["triton", row_sums], expected)
+    assert not torch.equal(res["triton", "left"], res["triton", "interleaved"])
+    assert_same(res["torch", "left"], res["torch", "interleaved"])
 
 
 @case

@@ -111,13 +111,17 @@ def test_names_are_checked_and_reach_the_layers():
         choose_stream_backend("cutlass", Streams("cpu"), [])
     with pytest.raises(ValueError, match="logits_by_stream=1: expected True, False or None"):
         Options(logits_by_stream=1)
-    options = Options(mhc_backend="triton", logits_by_stream=True)
+    with pytest.raises(ValueError, match="sinkhorn_row_sums='right': expected one of"):
+        Options(sinkhorn_row_sums="right")
+    options = Options(mhc_backend="triton", logits_by_stream=True, sinkhorn_row_sums="interleaved")
     layer = TransformerLayer(presets.tiny_uneven(), options, Topology(), 1, "cpu")
     assert (layer.mhc_backend, layer.logits_by_stream) == ("triton", True)
+    assert layer.sinkhorn_row_sums == "interleaved"
     with torch.no_grad(), pytest.raises(RuntimeError, match="x is on cpu"):
         layer.explain("attn", torch.randn(2, 4, 96))
     plain = HyperConnections(presets.tiny_uneven(), 1, "cpu")
     assert (plain.mhc_backend, plain.logits_by_stream) == ("auto", False)
+    assert plain.sinkhorn_row_sums == "left"
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
