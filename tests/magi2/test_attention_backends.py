@@ -133,22 +133,47 @@ def test_the_product_with_the_weight_is_rounded_once():
         assert_same_bits(out[start:end], (attended.float() * weight).to(BF16))
 
 
-def test_kernels_read_the_receive_buffer_in_place(monkeypatch):
-    q, k, v, sinks = received(3, 3, 16, BF16)
+def spied(seen, function):
+    """The same, after noting where q, k and v lie."""
+
+    def spy(*arguments, **options):
+        seen.append([(x.data_ptr(), x.stride()[-3:]) for x in arguments[:3]])
+        return function(*arguments, **options)
+
+    return spy
+
+
+@pytest.mark.parametrize("name", ["cpu_flash", "cudnn", "musa", "flash", "varlen", "flash_attn"])
+def test_kernels_read_the_receive_buffer_in_place(name, monkeypatch):
+    q, k, v, _ = received(3, 3, 16, BF16)
     flash, seen = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, []
 
-    def spy(*tensors, **options):
-        seen.append([(x.data_ptr(), x.stride()[1:]) for x in tensors[:3]])
-        return flash(*tensors, **options)
+    def one(q, k, v, *_, scale):
+        return flash(q, k, v, scale=scale)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", spy, raising=False
-        )
-        check("cpu_flash", q, k, v, sinks)
-    assert seen == [
-        [(x[start].data_ptr(), (16, 9 * 16, 1)) for x in (q, k, v)] for start in (0, 38)
-    ]
+    def all_at_once(*arguments, scale):
+        return varlen(*arguments[:7], scale=scale)
+
+    def by_torch(*arguments, return_aux, scale):
+        return varlen(*arguments, scale=scale)[:2]
+
+    monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
+    module, attribute, stand_in = {
+        "cpu_flash": ("", "_scaled_dot_product_flash_attention_for_cpu", flash),
+        "cudnn": ("", "_scaled_dot_product_cudnn_attention", one),
+        "musa": ("", "_scaled_dot_product_attention_flash_musa", one),
+        "flash": ("", "_flash_attention_forward", all_at_once),
+        "varlen": ("torch.nn.attention.varlen", "varlen_attn", by_torch),
+        "flash_attn": ("flash_attn", "flash_attn_varlen_func", varlen),
+    }[name]
+    where = pytest.importorskip(module) if module else torch.ops.aten
+    monkeypatch.setattr(where, attribute, spied(seen, stand_in), raising=False)
+    list(attention_backends._BACKENDS[name].run(q, k, v, PackedSequences(ENDS), 0.0))
+    if stand_in in (flash, one):
+        strides, starts = (16, 9 * 16, 1), (0, 38)
+    else:
+        strides, starts = (9 * 16, 16, 1), (0,)
+    assert seen == [[(x[start].data_ptr(), strides) for x in (q, k, v)] for start in starts]
 
 
 @pytest.mark.parametrize("special", [-torch.inf, torch.inf, 3e38, 88.0, -104.0, -0.0, 1e-40])
@@ -451,8 +476,11 @@ def test_flex_has_the_gradients_of_the_plain_form():
 
 
 @pytest.mark.gpu
-def test_cudnn_serves_the_released_sizes_from_the_receive_buffer_without_a_copy():
-    ends = (0, 14601, 29616)
+def test_cudnn_serves_the_released_sizes_from_the_receive_buffer_without_a_copy(monkeypatch):
+    ends, seen = (0, 14601, 29616), []
+    for name in ("_scaled_dot_product_cudnn_attention", "_flash_attention_forward"):
+        kernel = spied(seen, getattr(torch.ops.aten, name))
+        monkeypatch.setattr(torch.ops.aten, name, kernel, raising=False)
     q, k, v, sinks = received(3, 3, 128, BF16, "cuda", ends)
     packed, total = PackedSequences(ends), sink_totals_torch(sinks)
     with torch.no_grad():
@@ -463,6 +491,11 @@ def test_cudnn_serves_the_released_sizes_from_the_receive_buffer_without_a_copy(
         flash = attend_with_sinks(q, k, v, packed, total, -1.0, "flash")
     assert_same_bits(strided, dense)
     assert error(strided, flash.double()) < 5e-3
+    by_cudnn, by_flash = seen[:2], seen[-1]
+    assert by_cudnn == [
+        [(x[start].data_ptr(), (128, 9 * 128, 1)) for x in (q, k, v)] for start in ends[:2]
+    ]
+    assert by_flash == [(x.data_ptr(), (9 * 128, 128, 1)) for x in (q, k, v)]
 
 
 def test_sinks_of_a_request_are_summed_up_at_its_first_step_with_the_same_bits(monkeypatch):
