@@ -13,7 +13,9 @@ import torch
 from torch._inductor.utils import run_and_get_code
 
 from magi2 import presets
+from magi2.modules import attention as attention_module
 from magi2.modules.attention import Attention
+from magi2.ops import attention_heads
 from magi2.ops.attention_heads import gate_heads_torch
 from magi2.options import Options
 from magi2.topology import Topology
@@ -21,6 +23,7 @@ from tests.bits import assert_same_bits
 from tests.magi2.packed import packed_pair
 from tests.magi2.sharded import model_of
 from ulysses_comm import pin_head_layout
+from ulysses_comm.hardware import Choice
 
 OPTIONS = {"deterministic": True, "emulate_precision_casts": True}
 DIVIDED_BY_SYMBOL = {
@@ -107,32 +110,72 @@ def test_without_the_pin_indices_are_divided_by_symbols_on_a_gpu():
     check_that_the_pin_is_needed("cuda")
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["auto", "torch"])
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("layer", [0, 1])
-def test_the_pack_adds_no_launch_to_what_makes_q_k_and_v(layer, dynamic, backend):
+def products(attention, rows, plan):
+    """What makes q, k and v, and the gates: all of `project` but their norms, rotation and pack."""
+    sizes = plan.order.group_sizes
+    x = attention.pre_norm(rows, sizes)
+    return attention.linear_g(x, sizes), attention.linear_qkv(x, sizes)
+
+
+def project_code(device, layer, dynamic, backend="auto", shards=True, function=Attention.project):
+    """What is written for one rank that packs for eight: it stops before the exchange."""
+    torch._dynamo.reset()
     config = presets.tiny(torch.bfloat16)
     packed = packed_pair(config)
-    launches, stored = {}, {}
-    for shards in (False, True):
-        torch._dynamo.reset()
-        model = model_of(config, Topology(), Options(qkv_backend=backend)).to("cuda")
-        plan = model.plan(packed.coords.cuda(), packed.modality.cuda(), packed.cu_seqlens)
-        attention = model.block.layers[layer].attention
-        # One rank that packs for eight: what is exchanged afterwards does not matter here.
-        attention.qkv_head_shards, attention.world_size = shards, 8
-        rows = torch.randn(len(packed.x), config.hidden_size).cuda().bfloat16()
-        run = torch.compile(Attention.project, fullgraph=True, dynamic=dynamic, options=OPTIONS)
-        with torch.no_grad():
-            _, (code, *_) = run_and_get_code(run, attention, rows, plan)
-        launches[shards] = count(CALL["cuda"], code)
-        stored[shards] = code.count("torch.ops.magi2.store_heads.default(")
-    if backend == "auto":
-        # One launch for norms, rotation and send layout: nothing is left to be packed.
-        assert stored == {False: 1, True: 1}
-        assert launches[True] == launches[False]
-    else:
-        # Inductor gathers v by itself either way; with the pack it does so in a launch of its own.
-        assert stored == {False: 0, True: 0}
-        assert launches[True] <= launches[False] + 1
+    model = model_of(config, Topology(), Options(qkv_backend=backend)).to(device)
+    plan = model.plan(packed.coords.to(device), packed.modality.to(device), packed.cu_seqlens)
+    attention = model.block.layers[layer].attention
+    attention.qkv_head_shards, attention.world_size = shards, 8
+    rows = torch.randn(len(packed.x), config.hidden_size).to(device, torch.bfloat16)
+    run = torch.compile(function, fullgraph=True, dynamic=dynamic, options=OPTIONS)
+    with torch.no_grad():
+        _, (code, *_) = run_and_get_code(run, attention, rows, plan)
+    return code
+
+
+def check_that_the_kernel_leaves_nothing_to_pack(device: str, layer: int, dynamic: bool) -> int:
+    """Returns the launches besides the kernel and the matrix products."""
+    alone = project_code(device, layer, dynamic, function=products)
+    code = project_code(device, layer, dynamic)
+    # One launch for norms, rotation and send layout beside those of the products.
+    for launch in (CALL[device], r"extern_kernels\."):
+        assert count(launch, code) == count(launch, alone)
+    _, behind = code.split("torch.ops.magi2.store_heads.default(")
+    # q, k and v are views of what it stored: nothing is copied.
+    result = behind[: behind.index("return (")]
+    assert not count(CALL[device], result), result
+    assert "copy_(" not in result, result
+    return count(CALL[device], code)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("layer", [0, 1])
+def test_the_kernel_leaves_nothing_to_pack(layer, dynamic, monkeypatch):
+    def stored(qkv, *arguments):
+        *_, heads, kv_heads, _, world_size = arguments
+        slots = heads + 2 * kv_heads
+        return qkv.new_zeros(world_size, len(qkv), slots // world_size, qkv.shape[1] // slots)
+
+    # What is written around the kernel depends on no launch of it.
+    monkeypatch.setattr(attention_heads, "store_heads_triton", stored)
+    monkeypatch.setattr(attention_module, "choose_heads", lambda *_: Choice("triton", "a test"))
+    assert check_that_the_kernel_leaves_nothing_to_pack("cpu", layer, dynamic) == 1  # the norm
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("layer", [0, 1])
+def test_the_kernel_leaves_nothing_to_pack_on_a_gpu(layer, dynamic):
+    check_that_the_kernel_leaves_nothing_to_pack("cuda", layer, dynamic)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("layer", [0, 1])
+def test_the_pack_adds_one_launch_at_most_to_what_makes_q_k_and_v(layer, dynamic):
+    flat, packed = (
+        project_code("cuda", layer, dynamic, "torch", shards) for shards in (False, True)
+    )
+    assert "torch.ops.magi2.store_heads" not in flat + packed
+    # Inductor gathers v by itself either way; with the pack it does so in a launch of its own.
+    assert count(CALL["cuda"], packed) <= count(CALL["cuda"], flat) + 1
