@@ -380,7 +380,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--seconds", type=float, default=420.0, help="after which no further group is begun"
     )
     options = parser.parse_args(arguments)
-    device = torch.device(options.device)
+    device = harness.usable_device(options.device)
     end, failed = time.monotonic() + options.seconds, []
     with harness.Results("attention", device, options.out) as results, torch.no_grad():
         for group in (attention_rows, gate_rows, weigh_rows, store_rows):

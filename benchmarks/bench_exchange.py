@@ -211,7 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=1, help="torch's CPU threads, default 1")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
-    device = torch.device(options.device)
+    device = harness.usable_device(options.device)
     torch.manual_seed(0)
     on_gpu = device.type == "cuda"
     rounds = options.rounds or (50 if on_gpu else 20)

@@ -260,7 +260,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--plain", action="store_true", help="time the plain form of the experts too"
     )
     options = parser.parse_args(arguments)
-    device = torch.device(options.device)
+    device = harness.usable_device(options.device)
     failed: list[str] = []
     with harness.Results("experts", device, options.out) as results, torch.no_grad():
         for shape in SHAPES if device.type == "cuda" else TINY:

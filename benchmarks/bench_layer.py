@@ -313,7 +313,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--seconds", type=float, default=420.0, help="after which no further variant is begun"
     )
     options = parser.parse_args(arguments)
-    device = torch.device(options.device)
+    device = harness.usable_device(options.device)
     released = device.type != "cpu"
     config = keep_layers(presets.preview(), 3) if released else presets.tiny()
     bench = Bench(config, (14601, 15015) if released else (37, 43), device)

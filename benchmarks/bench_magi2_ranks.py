@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _run_all(options: argparse.Namespace) -> None:
     """Simulate, run over each transport and compare, layout by layout."""
-    device = torch.device(options.device)
+    device = harness.usable_device(options.device)
     name = f"magi2-ranks-{harness.device_name(device)}.jsonl"
     options.out.mkdir(parents=True, exist_ok=True)
     deadline, lines = time.monotonic() + options.seconds, []

@@ -356,7 +356,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--only", default="", help="operations whose name has this in it")
     options = parser.parse_args(arguments)
-    device = torch.device(options.device)
+    device = harness.usable_device(options.device)
     torch.backends.cuda.matmul.allow_tf32 = False
     failed: list[str] = []
     with harness.Results("mhc", device, options.out) as results, torch.no_grad():

@@ -96,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    device = torch.device(options.device)
+    device = harness.usable_device(options.device)
     with harness.Results("simulator", device, options.out) as results:
         for world_size in (2, 4, 8, 64):
             results.add(empty_run_row(world_size, device, options.rounds))

@@ -266,6 +266,17 @@ def print_table(title: str, header: Sequence[str], cells: Sequence[Sequence[str]
     Console(width=Console(width=10_000).measure(table).maximum).print(table)
 
 
+def usable_device(name: str) -> torch.device:
+    """Return the device of `--device`, or end the program with what to do where there is none."""
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise SystemExit(
+            f"--device {name}: torch {torch.__version__} sees no CUDA GPU here. Run on a machine "
+            "that has one; --help says what --device cpu does."
+        )
+    return device
+
+
 def device_name(device: torch.device) -> str:
     """A name without a host in it: "nvidia-h200", "cpu-2core"."""
     if device.type == "cuda":

@@ -338,7 +338,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--limit", type=int, default=0, help="ways of each kind, 0 for all")
     options = parser.parse_args(arguments)
     end = time.monotonic() + options.seconds
-    device = torch.device(options.device)
+    device = harness.usable_device(options.device)
     log = Log(options.out / f"experts-tune-{harness.device_name(device)}.jsonl")
     jobs = jobs_of(options)
     shapes = list(dict.fromkeys(job.shape for job in jobs))

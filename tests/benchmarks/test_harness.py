@@ -16,6 +16,13 @@ from benchmarks.harness import Candidate, Results, Row
 CPU = torch.device("cpu")
 
 
+def test_a_gpu_that_is_not_there_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert harness.usable_device("cpu") == CPU
+    with pytest.raises(SystemExit, match=r"--device cuda:1: .* sees no CUDA GPU here\. Run on"):
+        harness.usable_device("cuda:1")
+
+
 def _candidate(name: str, value: float = 1.0, log: list[str] | None = None) -> Candidate:
     def run() -> torch.Tensor:
         if log is not None:
