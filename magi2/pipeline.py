@@ -29,6 +29,7 @@ from magi2.generate_request import GenerateRequest
 from magi2.geometry import Geometry
 from magi2.inputs import Inputs, encode_inputs, read_inputs
 from magi2.launch import DEFAULT_TIMEOUT, ParallelSizes, Ranks, run_on_ranks
+from magi2.ops.attention_backends import check_attention_device
 from magi2.ops.backend import check_device
 from magi2.output_folder import FEATURES_NAME, OutputFolder, bytes_needed
 from magi2.rank_agreement import check_alike, check_latents
@@ -197,6 +198,7 @@ class _Run:
         make_solver(settings)
         for option in ("moe_backend", "qkv_backend", "mhc_backend"):
             check_device(option, getattr(self.request.options, option), ranks.device)
+        check_attention_device(self.request.options.attention_backend, ranks.device)
         # Shapes alone, first of all: it knows which numbers of ranks it can run on.
         model = Magi2Transformer(
             self.release.config, self.request.options, ranks.topology, device="meta"

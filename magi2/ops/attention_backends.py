@@ -213,6 +213,31 @@ def check_attention_backend(requested: str) -> None:
         raise ValueError(f"attention_backend={requested!r}: expected one of {ATTENTION_BACKENDS}.")
 
 
+def check_attention_device(requested: str, device: torch.device) -> None:
+    """Find out before weights are read whether a backend can run on a device at all.
+
+    Args:
+        requested: One of `ATTENTION_BACKENDS`.
+        device: Where the model will be.
+
+    Raises:
+        ValueError: If it was asked for by name and cannot.
+    """
+    check_attention_backend(requested)
+    if requested in ("auto", "torch"):
+        return
+    backend = _BACKENDS[requested]
+    if device.type in backend.kinds:
+        obstacle = backend.missing(torch.empty(0, dtype=_HALVES[0], device=device))
+    else:
+        obstacle = f"it serves {' and '.join(backend.kinds)}"
+    if obstacle is not None:
+        raise ValueError(
+            f"attention_backend={requested!r} cannot run on {device.type}: {obstacle}. Use 'auto', "
+            "which takes another then."
+        )
+
+
 def attend_with_sinks(
     q_THD: torch.Tensor,
     k_TGD: torch.Tensor,

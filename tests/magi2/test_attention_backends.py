@@ -524,3 +524,15 @@ def test_sinks_of_a_request_are_summed_up_at_its_first_step_with_the_same_bits(m
 def test_the_command_line_passes_the_name_on():
     with pytest.raises(ValueError, match="attention_backend='fast': expected one of"):
         bench_step(attention_backend="fast")
+
+
+def test_a_backend_that_cannot_run_on_a_device_is_refused_before_there_are_tensors(monkeypatch):
+    cpu = torch.device("cpu")
+    for name in ("auto", "torch", "flex", "cpu_flash"):
+        attention_backends.check_attention_device(name, cpu)
+    with pytest.raises(ValueError, match="'musa' cannot run on cpu: it serves musa. Use 'auto'"):
+        attention_backends.check_attention_device("musa", cpu)
+    lacking = replace(attention_backends._BACKENDS["flex"], missing=lambda q: f"no {q.dtype} here")
+    monkeypatch.setitem(attention_backends._BACKENDS, "flex", lacking)
+    with pytest.raises(ValueError, match="'flex' cannot run on cpu: no torch.bfloat16 here"):
+        attention_backends.check_attention_device("flex", cpu)

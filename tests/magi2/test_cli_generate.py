@@ -103,6 +103,15 @@ def test_the_first_run_of_the_documents_leaves_what_they_say(tmp_path, monkeypat
         (["--route-sum", "x"], "route_sum='x'"),
         (["--moe-backend", "x"], "moe_backend='x'"),
         (["--moe-backend", "triton"], "moe_backend='triton' cannot run on cpu: "),
+        (["--attention-backend", "x"], "attention_backend='x'"),
+        (
+            ["--attention-backend", "cudnn"],
+            "attention_backend='cudnn' cannot run on cpu: it serves cuda. Use 'auto'",
+        ),
+        (
+            ["--attention-backend", "flash_attn"],
+            "attention_backend='flash_attn' cannot run on cpu: it serves cuda and musa",
+        ),
         (["--qkv-backend", "x"], "qkv_backend='x'"),
         (["--qkv-backend", "triton"], "qkv_backend='triton' cannot run on cpu: "),
         (["--mhc-backend", "x"], "mhc_backend='x'"),
