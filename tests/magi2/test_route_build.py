@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from magi2.ops.expert_mlp import expert_mlp_torch
 from magi2.ops.route_build import (
     build_routes_torch,
     empty_block_routes,
@@ -12,7 +13,9 @@ from magi2.ops.route_build import (
     route_capacity,
 )
 from magi2.ops.token_permute import expert_order
+from tests.bits import assert_same_bits
 from tests.magi2.route_cases import assert_same_routes, histogram_routes, junk_routes
+from tests.magi2.triton_cases import BF16, FP32, expert_inputs, head_major
 
 LISTS = [
     [],
@@ -90,6 +93,18 @@ def test_the_numbering_of_a_route_changes_no_block():
     to_token_major = torch.cat([number.permute(1, 0, 2).flatten(), torch.tensor([174])])
     assert torch.equal(token_major.slots.long(), to_token_major[head_major.slots.long()])
     assert torch.equal(token_major.block_expert, head_major.block_expert)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize(
+    "sizes",
+    [(0, 3, 2, 4), (1, 1, 2, 4), (1, 3, 6, 8), (7, 3, 2, 4), (129, 2, 2, 4), (131, 3, 6, 8)],
+)
+def test_the_numbering_of_a_route_changes_no_output(sizes, dtype):
+    inputs = expert_inputs((*sizes, 24, 40), dtype, "cpu")
+    routes = expert_mlp_torch(*inputs)
+    assert routes.is_contiguous()
+    assert_same_bits(routes, head_major(expert_mlp_torch, inputs))
 
 
 def test_capacity_is_enough_for_the_worst_routing_and_small_for_few_routes():

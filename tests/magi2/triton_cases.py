@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -80,6 +81,19 @@ def expert_inputs(sizes: tuple[int, ...], dtype: torch.dtype, device: str) -> li
     banks.append(torch.randn(heads * experts, inner, dim) / inner**0.5)
     typed = [x.to(dtype), choice, weights, *(bank.to(dtype) for bank in banks)]
     return [tensor.to(device) for tensor in typed]
+
+
+def head_major(run: Callable[..., torch.Tensor], inputs: list[torch.Tensor]) -> torch.Tensor:
+    """Routes of `run` numbered head after head, as an older layout had them, laid out as its own.
+
+    Every token of every head is a token of one head that has all experts.
+    """
+    x, choice, weights, *banks = inputs
+    heads, tokens, top_k = choice.shape
+    first = torch.arange(heads, device=x.device)[:, None, None] * (banks[0].shape[0] // heads)
+    rows = x.transpose(0, 1).reshape(heads * tokens, 1, x.shape[2])
+    flat = [t.view(1, heads * tokens, top_k) for t in (choice + first, weights)]
+    return run(rows, *flat, *banks).view(heads, tokens, top_k, x.shape[2]).transpose(0, 1)
 
 
 def experts_oracle(x, choice, weights, gate, up, down) -> torch.Tensor:
@@ -190,6 +204,18 @@ def bits_of_a_route_do_not_depend_on_its_block_or_batch(device: str) -> None:
         assert torch.equal(expert_mlp_triton(*shuffled, *banks, tiles=cut), routes[order])
         few = (x[:5], choice[:, :5], weights[:, :5])
         assert torch.equal(expert_mlp_triton(*few, *banks, tiles=cut), routes[:5])
+
+
+@case
+def the_numbering_of_routes_changes_no_bit(device: str) -> None:
+    few = [(1, 1, 2, 4, 64, 96), (17, 3, 2, 4, 64, 96)]
+    many = [(129, 2, 6, 8, 256, 1280)]  # production widths: too slow for the interpreter
+    for sizes, fused in product(few if device == "cpu" else few + many, (False, True)):
+        inputs = expert_inputs(sizes, BF16, device)
+        run = partial(expert_mlp_triton, tiles=tiles(fused=fused))
+        routes = run(*inputs)
+        assert routes.is_contiguous()
+        assert torch.equal(routes, head_major(run, inputs))
 
 
 @case
