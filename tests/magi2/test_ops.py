@@ -20,6 +20,7 @@ from magi2.ops.swiglu import swiglu7_torch
 from magi2.ops.token_permute import expert_order, inverse_permutation, sum_routes_torch
 from tests.magi2.live_memory import LiveMemory
 from tests.magi2.packed import grid
+from tests.spy import OperatorLog
 
 # A handful of float32 roundings away from float64.
 FLOAT32 = {"rtol": 1e-5, "atol": 1e-6}
@@ -197,16 +198,33 @@ def test_softmax_scores_are_over_all_experts():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "heads", "experts"), [(0, 3, 8), (1, 1, 8), (7, 3, 16), (33, 2, 256)]
+    ("tokens", "heads", "experts", "top_k"),
+    [(0, 3, 8, 2), (1, 1, 8, 2), (7, 3, 16, 6), (9, 3, 16, 6), (33, 2, 256, 6)],
 )
-def test_router_logits_do_not_depend_on_the_operands_layout(tokens, heads, experts):
-    gate = torch.randn(heads, experts, 16)
+def test_routing_does_not_depend_on_the_operands_layout(tokens, heads, experts, top_k):
+    gate, bias = torch.randn(heads, experts, 16), torch.randn(heads, experts)
     x = torch.randn(tokens, heads, 16).bfloat16()
-    strided = torch.bmm(x.float().transpose(0, 1), gate.transpose(1, 2))
-    assert torch.equal(router_logits_torch(x, gate), strided)
     wider = torch.randn(tokens, heads + 2, 16).bfloat16()
     wider[:, 1:-1] = x
-    assert torch.equal(router_logits_torch(wider[:, 1:-1], gate), strided)
+    strided = torch.bmm(x.float().transpose(0, 1), gate.transpose(1, 2))
+    expected = (strided, *route(strided, bias, top_k=top_k))
+    for rows in (x, wider[:, 1:-1]):
+        logits = router_logits_torch(rows, gate)
+        routed = (logits, *route(logits, bias, top_k=top_k))
+        assert all(torch.equal(a, b) for a, b in zip(routed, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "copy"), [(torch.bfloat16, "_to_copy"), (torch.float32, "clone")]
+)
+def test_the_routers_operand_is_one_dense_copy(dtype, copy):
+    x, gate = torch.randn(7, 3, 16).to(dtype), torch.randn(3, 8, 16)
+    with OperatorLog() as log:
+        router_logits_torch(x, gate)
+    assert [name for name, _ in log.moved()] == [copy, "bmm"]
+    operand = next(args[0] for name, args, _ in log.calls if name == "aten::bmm")
+    assert (operand.dtype, operand.shape) == (torch.float32, (3, 7, 16))
+    assert operand.is_contiguous()
 
 
 def expert_case(tokens, heads, top_k, experts, dim=8, inner=12, dtype=torch.float32):
