@@ -16,6 +16,7 @@ from magi2.ops.token_permute import expert_order
 from tests.bits import assert_same_bits
 from tests.magi2.route_cases import assert_same_routes, histogram_routes, junk_routes
 from tests.magi2.triton_cases import BF16, FP32, expert_inputs, head_major
+from tests.spy import OperatorLog
 
 LISTS = [
     [],
@@ -142,6 +143,17 @@ def test_bigger_buffers_are_filled_to_their_end():
     build_routes_torch(expert, 5, 4, wide)
     assert wide.slots.tolist() == [1, 3, 3, 3, 0, 2, 3, 3] + [3] * 32
     assert wide.block_expert.tolist() == [0, 2] + [5] * 8
+
+
+def test_the_build_adds_nothing_by_atomics_and_looks_at_no_number():
+    expert = number_experts(torch.rand(3, 37, 8).argsort(-1)[..., :2], 8)
+    with OperatorLog() as log:
+        build_routes_torch(expert, 24, 16)
+    used = {name.removeprefix("aten::").rstrip("_") for name in log.names()}
+    assert {"sort", "searchsorted", "cumsum"} <= used
+    # What adds where indices meet, and what brings a number to the host.
+    racing = {"bincount", "histc", "index_add", "index_put", "put", "scatter_add", "scatter_reduce"}
+    assert not used & (racing | {"_local_scalar_dense", "nonzero", "_unique2", "item"})
 
 
 def test_the_build_is_one_graph_without_a_look_at_the_data():

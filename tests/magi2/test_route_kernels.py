@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 
 import pytest
 import torch
@@ -140,3 +141,28 @@ def test_a_warp_chooses_without_barriers_on_hopper():
     assembly = compile_for_hopper(choose_from_logits_kernel, types, sizes, num_warps=1)
     # A row's highest key, and its first expert, in an instruction of the warp each.
     assert assembly.count("redux.sync") == 4 * 6 * 2
+
+
+# What each launch of the route build is given in a production layer.
+BUILD_SIZES = {
+    "rank_routes_kernel": {"HEADS": 3, "TOP_K": 6, "EXPERTS": 256, "BLOCK_E": 256}
+    | {"TOKENS": 10, "ROUTES": 64},
+    "scan_counts_kernel": {"ALL_EXPERTS": 768, "BLOCK_E": 8, "STEP": 512},
+    "place_experts_kernel": {"ALL_EXPERTS": 768, "BLOCK_E": 1024, "BLOCK_ROWS": 128},
+    "fill_slots_kernel": {"HEADS": 3, "TOP_K": 6, "EXPERTS": 256, "TOKENS": 10, "BLOCK_ROWS": 128}
+    | {"BLOCKS": 32, "STEPS": 10, "PLACES": 512},
+}
+
+
+@needs_triton
+@pytest.mark.parametrize("name", BUILD_SIZES)
+def test_the_route_build_compiles_without_atomics(name):
+    from magi2.kernels import route_build
+
+    kernel = getattr(route_build, name)
+    names = set(kernel.arg_names) - BUILD_SIZES[name].keys()
+    buffers = {"choice", "ranks", "ledger", "padded_total", "slots", "block_expert"}
+    types = {argument: "*i32" if argument in buffers else "i32" for argument in names}
+    assembly = compile_for_hopper(kernel, types, BUILD_SIZES[name], num_warps=4)
+    assert "st.global" in assembly
+    assert not re.search(r"\b(atom|red)\.", assembly)
