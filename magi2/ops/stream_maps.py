@@ -86,6 +86,10 @@ def stream_maps_torch(
 ) -> Maps:
     """Maps `pre`, `post` and `res` of one branch, computed in float32 and rounded once.
 
+    Compiled maps can differ from eager ones in the last places: a compiler has exponentials of its
+    own. Inductor's on a CPU rounds another way than torch's in about one number of ten; given the
+    same exponentials, the iterations have the same bits.
+
     Args:
         logits_TN: As `stream_logits_torch` gives them.
         weights: Of the branch.

@@ -101,11 +101,17 @@ def special_weights() -> torch.Tensor:
     return torch.stack([ones, ones.t(), zeros, subnormal, nan, infinite, torch.rand(4, 4) * 1e30])
 
 
+def uneven_weights(tokens: int) -> torch.Tensor:
+    """Positive matrices, half of them tiny."""
+    weights = torch.rand(tokens, 4, 4) ** 4
+    weights[: tokens // 2] = weights[: tokens // 2].exp() * 1e-6
+    return weights
+
+
 @case
 def iterations_have_the_bits_of_left_folds(device: str) -> None:
     for tokens, iterations, tile in product((1, 65, 3702), (0, 1, 20), map_tiles(device)):
-        weights = torch.rand(tokens, 4, 4) ** 4
-        weights[: tokens // 2] = weights[: tokens // 2].exp() * 1e-6
+        weights = uneven_weights(tokens)
         given = weights.to(device)
         mine = sinkhorn_triton(given, iterations, EPS, exponentiate=False, tile=tile)
         assert_same(mine, iterate(weights, iterations))

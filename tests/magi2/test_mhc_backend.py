@@ -28,11 +28,17 @@ from tests.magi2.mhc_cases import (
     error,
     exact_logits,
     hyper_connections,
+    iterate,
     map_weights,
+    pairwise,
+    special_weights,
     streams_of,
+    uneven_weights,
 )
 from tests.magi2.test_moe_backend import Device
 from ulysses_comm.hardware import Choice
+
+LONG = pytest.mark.long
 
 
 class Streams:
@@ -188,6 +194,14 @@ def test_logits_by_stream_multiply_a_dense_operand_when_compiled(tokens, monkeyp
 STRICT = {"deterministic": True, "emulate_precision_casts": True}
 
 
+def any_length(matrices: torch.Tensor) -> torch.Tensor:
+    """Marked: only the first dimension is dynamic."""
+    torch._dynamo.mark_dynamic(matrices, 0)
+    torch._dynamo.mark_static(matrices, 1)
+    torch._dynamo.mark_static(matrices, 2)
+    return matrices
+
+
 def check_iterations_of_every_length(device: str) -> None:
     """One graph for all lengths, streams fixed, gives the bits of a graph for one length."""
 
@@ -197,17 +211,58 @@ def check_iterations_of_every_length(device: str) -> None:
     one_graph = torch.compile(iterate, fullgraph=True, dynamic=True, options=STRICT)
     for tokens in (2, 65, 3702):
         logits = torch.randn(tokens, 4, 4, device=device) * 5
-        torch._dynamo.mark_static(logits, 1)
-        torch._dynamo.mark_static(logits, 2)
-        torch._dynamo.mark_dynamic(logits, 0)
-        everywhere = one_graph(logits)
+        everywhere = one_graph(any_length(logits.clone()))
         fixed = torch.compile(iterate, fullgraph=True, dynamic=False, options=STRICT)
-        assert_same(everywhere, fixed(logits.clone()))
+        assert_same(everywhere, fixed(logits))
 
 
 @pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_iterations_have_the_same_bits_for_any_length():
     check_iterations_of_every_length("cpu")
+
+
+def weights_with_special_ones(tokens: int) -> torch.Tensor:
+    """Where there is room, every second matrix at the start is a special one."""
+    weights, special = uneven_weights(tokens), special_weights()
+    if tokens > 2 * len(special):
+        weights[: 2 * len(special) : 2] = special
+    return weights
+
+
+@pytest.mark.parametrize("tokens", [1, 65, 3702])
+@pytest.mark.parametrize("iterations", [0, 1, 20])
+def test_plain_iterations_have_the_bits_of_left_folds(tokens, iterations):
+    weights = weights_with_special_ones(tokens)
+    mine = sinkhorn_torch(weights, iterations, EPS, exponentiate=False)
+    assert_same(mine, iterate(weights, iterations))
+    assert mine[1:14:2].isfinite().all()
+    logits = torch.randn(tokens, 4, 4) * 5
+    weights = torch.exp(logits - logits.amax(dim=(-2, -1), keepdim=True))
+    mine = sinkhorn_torch(logits, iterations, EPS)
+    assert_same(mine, iterate(weights, iterations))
+    if iterations:
+        assert not torch.equal(mine, iterate(weights, iterations, pairwise))
+
+
+def loop(weights):
+    """The iterations without the exponential: Inductor's is not eager torch's."""
+    return sinkhorn_torch(weights, 20, EPS, exponentiate=False)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("tokens", [65, *(pytest.param(n, marks=LONG) for n in (1, 3702))])
+def test_iterations_compiled_for_one_length_have_the_bits_of_left_folds(tokens):
+    weights = weights_with_special_ones(tokens)
+    fixed = torch.compile(loop, fullgraph=True, dynamic=False, options=STRICT)
+    assert_same(fixed(weights), iterate(weights, 20))
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_iterations_compiled_for_any_length_have_the_bits_of_left_folds():
+    one_graph = torch.compile(loop, fullgraph=True, dynamic=True, options=STRICT)
+    for tokens in (2, 65, 3702):  # a length of one is a graph of its own
+        weights = weights_with_special_ones(tokens)
+        assert_same(one_graph(any_length(weights)), iterate(weights, 20))
 
 
 @pytest.mark.gpu
