@@ -66,8 +66,10 @@ def stream_logits_torch(
     z_STC = z_TW.unflatten(1, (streams, -1)).transpose(0, 1)
     if torch.compiler.is_compiling():
         # A compiler writes the norm's result in this order, so the product's operand is dense;
-        # eagerly it would be a copy, which the product does without. The same bits.
-        z_STC = z_STC.contiguous()
+        # eagerly it would be a copy, which the product does without. The same bits. The view pins
+        # the order: Inductor alone lays the copy out as what it reads.
+        dense_STC = z_STC.contiguous()
+        z_STC = dense_STC.as_strided(dense_STC.shape, dense_STC.stride())
     products_STN = torch.bmm(z_STC, weights.phi.unflatten(0, (streams, -1)))
     total = products_STN[0]
     for stream in range(1, streams):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 import torch
+from torch._inductor.utils import run_and_get_code
 
 from magi2 import presets
 from magi2.modules.block import TransformerLayer
@@ -171,19 +173,22 @@ def test_logits_by_stream_have_float32_accuracy(sizes, dtype):
     torch.testing.assert_close(mine, plain, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 37])
-def test_logits_by_stream_multiply_a_dense_operand_when_compiled(tokens, monkeypatch):
-    weights, operands = map_weights(96, 1, "cpu"), []
-    x, product = torch.randn(tokens, 4, 96).bfloat16(), torch.bmm
+GROUPS = [(37,), (37, 0, 0), (0, 37, 0), (20, 0, 17), (25, 9, 3)]
+
+
+@pytest.mark.parametrize("sizes", [*GROUPS, (1,), (0,)], ids=str)
+def test_logits_by_stream_multiply_a_dense_operand_when_compiled(sizes, monkeypatch):
+    weights, operands = map_weights(96, len(sizes), "cpu"), []
+    x, product = torch.randn(sum(sizes), 4, 96).bfloat16(), torch.bmm
 
     def watched(left, right):
         operands.append(left)
         return product(left, right)
 
     monkeypatch.setattr(torch, "bmm", watched)
-    strided = stream_logits_torch(x, weights, (), True)
+    strided = stream_logits_torch(x, weights, sizes, True)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    dense = stream_logits_torch(x, weights, (), True)
+    dense = stream_logits_torch(x, weights, sizes, True)
     assert torch.equal(strided, dense)
     assert torch.equal(*operands)
     assert operands[0].stride() == (96, 384, 1)
@@ -192,6 +197,20 @@ def test_logits_by_stream_multiply_a_dense_operand_when_compiled(tokens, monkeyp
 
 # The options under which the bits of a compiled region are promised.
 STRICT = {"deterministic": True, "emulate_precision_casts": True}
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize(
+    "sizes", [*(pytest.param(sizes, marks=LONG) for sizes in GROUPS[:-1]), GROUPS[-1]], ids=str
+)
+def test_inductor_stores_the_operand_of_logits_by_stream_dense(sizes):
+    weights, x = map_weights(96, len(sizes), "cpu"), torch.randn(37, 4, 96).bfloat16()
+    run = torch.compile(stream_logits_torch, fullgraph=True, dynamic=False, options=STRICT)
+    logits, (code, *_) = run_and_get_code(run, x, weights, sizes, True)
+    (operand,) = re.findall(r"extern_kernels\.bmm\((\w+), ", code)
+    assert f"{operand} = empty_strided_cpu((4, 37, 96), (3552, 96, 1), torch.float32)" in code
+    expected = stream_logits_torch(x, weights, sizes, True)
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
 
 
 def any_length(matrices: torch.Tensor) -> torch.Tensor:
