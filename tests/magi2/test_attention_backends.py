@@ -530,9 +530,9 @@ def test_a_backend_that_cannot_run_on_a_device_is_refused_before_there_are_tenso
     cpu = torch.device("cpu")
     for name in ("auto", "torch", "flex", "cpu_flash"):
         attention_backends.check_attention_device(name, cpu)
-    with pytest.raises(ValueError, match="'musa' cannot run on cpu: it serves musa. Use 'auto'"):
+    with pytest.raises(ValueError, match="'musa' cannot run on cpu: it serves musa"):
         attention_backends.check_attention_device("musa", cpu)
     lacking = replace(attention_backends._BACKENDS["flex"], missing=lambda q: f"no {q.dtype} here")
     monkeypatch.setitem(attention_backends._BACKENDS, "flex", lacking)
-    with pytest.raises(ValueError, match="'flex' cannot run on cpu: no torch.bfloat16 here"):
+    with pytest.raises(ValueError, match=r"'flex' cannot run on cpu: no torch\.bfloat16"):
         attention_backends.check_attention_device("flex", cpu)
