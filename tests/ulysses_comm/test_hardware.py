@@ -180,7 +180,7 @@ def test_only_hardware_knows_torchada_and_torch_musa() -> None:
                 elif isinstance(node, ast.ImportFrom):
                     names = [node.module or ""]
                 elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                    names = [node.value] if path.name not in ("hardware.py", "doctor.py") else []
+                    names = [node.value] if path.name not in ("hardware.py", "findings.py") else []
                 roots = {name.partition(".")[0] for name in names}
                 assert not roots & {"torchada", "torch_musa"}, f"{path}:{node.lineno}"
 
