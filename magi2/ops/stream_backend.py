@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from magi2.ops import fused_maps, fused_streams, traced_streams
+from magi2.ops import fused_streams, traced_streams
 from magi2.ops.backend import tensor_obstacle
 from magi2.ops.stream_maps import Maps, MapWeights, stream_logits_torch, stream_maps_torch
 from magi2.ops.stream_mix import hyper_connect_torch, mix_streams_torch
@@ -97,11 +97,10 @@ def make_maps(
             row_sums,
         )
         return pre, post, res
-    parts = fused_streams.stream_logits_triton(x_TSC, weights, group_sizes)
-    return fused_maps.stream_maps_triton(
-        parts,
+    return traced_streams.make_maps_triton(
+        x_TSC,
         weights,
-        x_TSC.dtype,
+        group_sizes,
         scale=scale,
         iterations=iterations,
         eps=eps,

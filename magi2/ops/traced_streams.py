@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -41,6 +42,14 @@ def _(
     return x_TSC.new_empty(x_TSC.shape)
 
 
+def make_maps_triton(
+    x_TSC: torch.Tensor, weights: MapWeights, group_sizes: Sequence[int], **settings: Any
+) -> Maps:
+    """Maps of a branch in x's dtype, in three launches; settings as in `stream_maps_triton`."""
+    logits = stream_logits_triton(x_TSC, weights, group_sizes)
+    return stream_maps_triton(logits, weights, x_TSC.dtype, **settings)
+
+
 @torch.library.custom_op("magi2::stream_maps", mutates_args=())
 def stream_maps(
     x_TSC: torch.Tensor,
@@ -57,16 +66,8 @@ def stream_maps(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`stream_maps_triton` of `stream_logits_triton`, in x's dtype."""
     weights = MapWeights(norm=norm_GW, phi=phi_WN, alphas=alphas, biases=biases, norm_eps=norm_eps)
-    logits = stream_logits_triton(x_TSC, weights, group_sizes)
-    return stream_maps_triton(
-        logits,
-        weights,
-        x_TSC.dtype,
-        scale=scale,
-        iterations=iterations,
-        eps=eps,
-        row_sums=row_sums,
-    )
+    settings = {"scale": scale, "iterations": iterations, "eps": eps, "row_sums": row_sums}
+    return make_maps_triton(x_TSC, weights, group_sizes, **settings)
 
 
 @stream_maps.register_fake
